@@ -1,0 +1,37 @@
+"""Train language models with predictive divergence masks: a drop-in replacement for TRL's `GRPOTrainer`."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .config import PDMGRPOConfig
+    from .trainer import PDMGRPOTrainer
+    from .trust_region import TokenAssessment, assess
+
+try:
+    __version__ = version("trl-pdm")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0.0.0"
+
+__all__ = ["PDMGRPOConfig", "PDMGRPOTrainer", "TokenAssessment", "assess"]
+
+_HOME = {
+    "PDMGRPOConfig": "config",
+    "PDMGRPOTrainer": "trainer",
+    "TokenAssessment": "trust_region",
+    "assess": "trust_region",
+}
+
+
+def __getattr__(name: str):
+    # TRL's trainer imports vLLM where it is installed: seconds that `import trl_pdm` need not cost.
+    if name not in _HOME:
+        raise AttributeError(f"module 'trl_pdm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

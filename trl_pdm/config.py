@@ -1,0 +1,205 @@
+"""Every knob of PDM, what it means, and what is refused."""
+
+import logging
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trl import GRPOConfig
+
+from .trust_region import DIRECTIONS, DIVERGENCES, PROXIMITIES, SUPPORTS, TAIL_ESTIMATORS
+
+
+logger = logging.getLogger(__name__)
+
+
+_CHOICES = {
+    "divergence": tuple(DIVERGENCES),
+    "divergence_support": tuple(SUPPORTS),
+    "proximity": tuple(PROXIMITIES),
+    "direction": tuple(DIRECTIONS),
+    "tail_estimator": tuple(TAIL_ESTIMATORS),
+}
+
+
+@dataclass
+class PDMGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`PDMGRPOTrainer`].
+
+    It has every parameter of [`~trl.GRPOConfig`] and, in addition, those of the trust region. A token may not update
+    the policy when the training policy has left the trust region around the behaviour policy there (*proximity*) and
+    the update would move it further out (*direction*):
+
+    | `proximity`    | `direction`    | the mask of                                                          |
+    |----------------|----------------|----------------------------------------------------------------------|
+    | `"divergence"` | `"predictive"` | PDM ([arXiv:2607.10848](https://huggingface.co/papers/2607.10848))   |
+    | `"divergence"` | `"ratio"`      | DPPO ([arXiv:2602.04879](https://huggingface.co/papers/2602.04879))  |
+    | `"ratio"`      | `"ratio"`      | PPO and GRPO: the gradients of TRL's clipping                        |
+    | `"ratio"`      | `"predictive"` | PPO's region with the predictive direction                           |
+
+    The mask composes with every loss type and option of [`~trl.GRPOConfig`]:
+
+    - `loss_type` in `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"` with token-level ratios and no `delta`: TRL
+      would clip the ratio. That clipping is switched off and the mask takes its place; the ratio is truncated at
+      `importance_ratio_max`, so a token's gradient is `mask * min(ratio, importance_ratio_max) * advantage`.
+    - `loss_type` in `"sapo"`, `"vespo"`, `"luspo"`, or `importance_sampling_level="sequence"`, or `delta` set: the
+      loss keeps its own shaping of the ratio, clipping included, and is multiplied by the mask.
+      `importance_ratio_max` has no effect.
+
+    In all of them the ratio is that of the training policy to the behaviour policy, the one that sampled the tokens.
+    `vllm_importance_sampling_correction` would correct for their difference a second time and is switched off.
+    `epsilon` and `epsilon_high` bound the region of `proximity="ratio"`, and clip where a loss keeps its own shaping.
+
+    Parameters:
+        > Parameters that control the trust region
+
+        divergence (`str`, *optional*, defaults to `"kl"`):
+            Divergence of the training policy from the behaviour policy, one of `"kl"` (forward KL, in nats), `"tv"`
+            (total variation) or `"reverse_kl"` (in nats).
+        divergence_support (`str`, *optional*, defaults to `"topk"`):
+            Tokens told apart by the divergence: `"topk"`, the behaviour policy's `divergence_top_k` most probable
+            tokens and the sampled one, or `"binary"`, the sampled token only. All others form one category.
+        divergence_top_k (`int`, *optional*, defaults to `20`):
+            Number of the behaviour policy's most probable tokens in the `"topk"` support. At most the size of the
+            vocabulary.
+        divergence_threshold (`float`, *optional*, defaults to `0.15`):
+            Radius of the trust region of `proximity="divergence"`: a token is outside where the divergence exceeds
+            it. Used for tokens with a negative advantage, and with a positive one unless `divergence_threshold_high`
+            is set.
+        divergence_threshold_high (`float`, *optional*):
+            Radius for tokens with a positive advantage. Defaults to `divergence_threshold`.
+        proximity (`str`, *optional*, defaults to `"divergence"`):
+            What tells whether a token is outside the trust region: `"divergence"` (`divergence_threshold`) or
+            `"ratio"` (the importance ratio, with `epsilon` and `epsilon_high`).
+        direction (`str`, *optional*, defaults to `"predictive"`):
+            What tells whether an update moves the policy further out: `"predictive"`, the predicted change of the
+            divergence, or `"ratio"`, whether the ratio is above or below 1.
+        tail_estimator (`str`, *optional*, defaults to `"exact"`):
+            How the predicted change treats the tokens outside the support: `"exact"` (from the training policy's
+            whole distribution), `"uniform"` (spread evenly) or `"aggregated"` (as one token, the paper's default).
+        importance_ratio_max (`float` or `None`, *optional*, defaults to `20.0`):
+            Upper bound of the importance ratio's weight in the loss. `None` disables the truncation.
+    """
+
+    divergence: str = field(
+        default="kl",
+        metadata={
+            "help": "Divergence of the training policy from the behaviour policy, one of 'kl' (forward KL, in nats), "
+            "'tv' (total variation) or 'reverse_kl' (in nats).",
+            "choices": list(DIVERGENCES),
+        },
+    )
+    divergence_support: str = field(
+        default="topk",
+        metadata={
+            "help": "Tokens told apart by the divergence: 'topk', the behaviour policy's `divergence_top_k` most "
+            "probable tokens and the sampled one, or 'binary', the sampled token only. All others form one category.",
+            "choices": list(SUPPORTS),
+        },
+    )
+    divergence_top_k: int = field(
+        default=20,
+        metadata={
+            "help": "Number of the behaviour policy's most probable tokens in the 'topk' support. At most the size of "
+            "the vocabulary."
+        },
+    )
+    divergence_threshold: float = field(
+        default=0.15,
+        metadata={
+            "help": "Radius of the trust region of `proximity='divergence'`: a token is outside where the divergence "
+            "exceeds it. Used for tokens with a negative advantage, and with a positive one unless "
+            "`divergence_threshold_high` is set."
+        },
+    )
+    divergence_threshold_high: float | None = field(
+        default=None,
+        metadata={"help": "Radius for tokens with a positive advantage. Defaults to `divergence_threshold`."},
+    )
+    proximity: str = field(
+        default="divergence",
+        metadata={
+            "help": "What tells whether a token is outside the trust region: 'divergence' (`divergence_threshold`) or "
+            "'ratio' (the importance ratio, with `epsilon` and `epsilon_high`).",
+            "choices": list(PROXIMITIES),
+        },
+    )
+    direction: str = field(
+        default="predictive",
+        metadata={
+            "help": "What tells whether an update moves the policy further out: 'predictive', the predicted change of "
+            "the divergence, or 'ratio', whether the ratio is above or below 1.",
+            "choices": list(DIRECTIONS),
+        },
+    )
+    tail_estimator: str = field(
+        default="exact",
+        metadata={
+            "help": "How the predicted change treats the tokens outside the support: 'exact' (from the training "
+            "policy's whole distribution), 'uniform' (spread evenly) or 'aggregated' (as one token, the paper's "
+            "default).",
+            "choices": list(TAIL_ESTIMATORS),
+        },
+    )
+    importance_ratio_max: float | None = field(
+        default=20.0,
+        metadata={
+            "help": "Upper bound of the importance ratio's weight in the loss. `None` disables the truncation."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._settle_trust_region()
+
+    @classmethod
+    def from_grpo(cls, args: GRPOConfig | None) -> "PDMGRPOConfig | None":
+        """PDM's defaults around everything set in a plain [`~trl.GRPOConfig`]; a `PDMGRPOConfig` or `None` as it is.
+
+        Raises:
+            TypeError: `args` is of another subclass of `GRPOConfig`, whose behaviour would be lost.
+        """
+        if args is None or isinstance(args, cls):
+            return args
+        if type(args) is not GRPOConfig:
+            raise TypeError(
+                f"`args` is a `{type(args).__name__}`. Pass a `PDMGRPOConfig` or a `GRPOConfig`, or let "
+                f"`{type(args).__name__}` inherit from `PDMGRPOConfig`."
+            )
+        # Not `cls(**...)`: `GRPOConfig.__post_init__` derives fields from others and refuses to see both set.
+        config = cls.__new__(cls)
+        config.__dict__.update(args.__dict__)
+        for new in {f.name for f in fields(cls)} - {f.name for f in fields(GRPOConfig)}:
+            setattr(config, new, cls.__dataclass_fields__[new].default)
+        config._settle_trust_region()
+        return config
+
+    def _settle_trust_region(self) -> None:
+        def refuse(name: str, must: str) -> None:
+            raise ValueError(f"`{name}` must be {must}, got {getattr(self, name)!r}.")
+
+        def is_positive(value: Any) -> bool:
+            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                refuse(name, f"one of {', '.join(map(repr, choices))}")
+        if not is_positive(self.divergence_threshold):
+            refuse("divergence_threshold", "a positive, finite number (0.15 is a good start)")
+        if self.divergence_threshold_high is not None and not is_positive(self.divergence_threshold_high):
+            refuse("divergence_threshold_high", "a positive, finite number, or `None` for `divergence_threshold`")
+        if self.importance_ratio_max is not None and not (
+            is_positive(self.importance_ratio_max) and self.importance_ratio_max >= 1
+        ):
+            refuse("importance_ratio_max", "a finite number of at least 1, or `None` for no truncation")
+        if not isinstance(self.divergence_top_k, int) or self.divergence_top_k < 1:
+            refuse("divergence_top_k", "an integer of at least 1 (20 is a good start)")
+        if self.vllm_importance_sampling_correction:
+            # The attribute, not a copy: TRL's trainer reads it to decide on a third, recomputed policy.
+            self.vllm_importance_sampling_correction = False
+            if self.use_vllm:
+                logger.info(
+                    "`vllm_importance_sampling_correction` is switched off: PDM's importance ratio is already taken "
+                    "against the policy that sampled the tokens, so the correction would be applied twice."
+                )

@@ -1,0 +1,210 @@
+"""The training policy's log-probabilities at the rollout's candidates, from TRL's own forward and without logits.
+
+`log pi_i = log pi_a + (z_i - z_a)`: TRL's fused LM head yields `log pi_a` of the sampled token, so what a candidate
+still needs is one row of the LM head and one dot product. The rows are gathered where TRL calls its kernel, inside the
+model's forward: there ZeRO-3 and FSDP hold the full head, and the hidden states, the scale, the soft-capping, the
+temperature and the compute dtype are the very ones TRL uses.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer import utils as trl_utils
+
+from ._hooks import TRLCompatibilityError, substituted
+
+
+CHUNK_BYTES = 64 * 2**20
+"""Upper bound of the temporaries of one chunk, in bytes."""
+TOKENS_AT_ONCE = 1024
+"""Tokens per chunk in the search for the training policy's own top K."""
+
+_KERNEL = "_ChunkedLogProbFunction"
+_KERNEL_ARGUMENTS = (
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
+    "outputs",
+)
+
+
+@dataclass
+class PolicyScores:
+    """What the LM head yields besides TRL's own outputs. All without gradient, in float32.
+
+    Attributes:
+        ids (`torch.Tensor`): `(B, T, K+1)`, the scored token ids, slot 0 the sampled token; `-1` where a slot is empty.
+        logps (`torch.Tensor`): `(B, T, K+1)`, log-probabilities in nats under the training policy at the sampling
+            temperature. Arbitrary where `ids` is `-1`, but for slot 0: always the sampled token's.
+        sum_sq (`torch.Tensor` or `None`): `(B, T)`, sum over the vocabulary of squared probabilities.
+        vocab_size (`int`): rows of the LM head.
+    """
+
+    _chunks: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    vocab_size: int = 0
+
+    @property
+    def ids(self) -> Tensor:
+        return torch.cat([chunk[0] for chunk in self._chunks])
+
+    @property
+    def logps(self) -> Tensor:
+        return torch.cat([chunk[1] for chunk in self._chunks])
+
+    @property
+    def sum_sq(self) -> Tensor | None:
+        return None if self._chunks[0][2] is None else torch.cat([chunk[2] for chunk in self._chunks])
+
+
+class _Head:
+    """The arguments of one call of TRL's kernel, and the logits of any token under them."""
+
+    def __init__(self, hidden, weight, bias, temperature, softcapping, scale):
+        self.hidden, self.weight, self.bias = hidden.detach(), weight.detach(), bias
+        self.temperature, self.softcapping, self.scale = temperature, softcapping, scale
+        # TRL's kernel rounds logits to this dtype; the same rounding here keeps `z_i - z_a` on the same footing.
+        device = hidden.device.type
+        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+    def transform(self, z: Tensor) -> Tensor:
+        z = z.float() * self.scale
+        if self.softcapping is not None:
+            z = self.softcapping * torch.tanh(z / self.softcapping)
+        return z / self.temperature
+
+    def at(self, ids: Tensor) -> Tensor:
+        """Transformed logits of `ids` `(N, S)` at the hidden states `(N, H)`: `(N, S)`, float32."""
+        n, slots = ids.shape
+        width = self.hidden.shape[1]
+        # A gathered row is held once in the head's dtype, and once more where that is not the compute dtype.
+        row_bytes = width * (self.weight.element_size() + (self.dtype.itemsize if self.weight.dtype != self.dtype else 0))
+        slots_at_once = max(1, min(slots, CHUNK_BYTES // row_bytes))
+        tokens_at_once = max(1, CHUNK_BYTES // (row_bytes * slots_at_once))
+        z = torch.empty(n, slots, dtype=torch.float32, device=ids.device)
+        for t in range(0, n, tokens_at_once):
+            hidden = self.hidden[t : t + tokens_at_once].to(self.dtype).unsqueeze(-1)
+            for s in range(0, slots, slots_at_once):
+                chunk = ids[t : t + tokens_at_once, s : s + slots_at_once].long().clamp(min=0)
+                products = torch.bmm(self.weight[chunk].to(self.dtype), hidden).squeeze(-1)
+                if self.bias is not None:
+                    products += self.bias[chunk].to(self.dtype)
+                z[t : t + tokens_at_once, s : s + slots_at_once] = self.transform(products)
+        return z
+
+    def top(self, k: int, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The `k` most probable tokens behind `targets` `(N,)`: ids and transformed logits, `(N, k+1)` each."""
+        vocab, device = self.weight.shape[0], targets.device
+        ids, z = [], []
+        for t in range(0, len(targets), TOKENS_AT_ONCE):
+            hidden = self.hidden[t : t + TOKENS_AT_ONCE].to(self.dtype)
+            # The best so far are merged tile by tile: a tile's logits are held in the compute dtype and in float32.
+            tile_width = max(1, CHUNK_BYTES // (len(hidden) * (self.dtype.itemsize + 12)))
+            best = torch.empty(len(hidden), 0, device=device)
+            best_ids = torch.empty(len(hidden), 0, dtype=torch.long, device=device)
+            for v in range(0, vocab, tile_width):
+                tile = hidden @ self.weight[v : v + tile_width].to(self.dtype).t()
+                if self.bias is not None:
+                    tile += self.bias[v : v + tile_width].to(self.dtype)
+                tile = self.transform(tile)
+                top = tile.topk(min(k, tile.shape[1]), dim=1)
+                best, best_ids = torch.cat([best, top.values], 1), torch.cat([best_ids, top.indices + v], 1)
+                best, order = best.topk(min(k, best.shape[1]), dim=1)
+                best_ids = best_ids.gather(1, order)
+            ids.append(best_ids)
+            z.append(best)
+        ids = torch.cat([targets[:, None], torch.cat(ids)], 1).to(torch.int32)
+        z = torch.cat([self.at(ids[:, :1]), torch.cat(z)], 1)
+        ids[:, 1:].masked_fill_(ids[:, 1:] == ids[:, :1], -1)
+        return ids, z
+
+
+@contextmanager
+def topk_head(
+    attention_mask: Tensor,
+    logits_to_keep: int,
+    batch_size: int | None = None,
+    *,
+    ids: Tensor | None = None,
+    top_k: int | None = None,
+    with_sum_sq: bool = False,
+) -> Iterator[PolicyScores]:
+    """While active, forwards through TRL's fused LM head also score candidates.
+
+    Args:
+        attention_mask (`torch.Tensor`): `(B, P+T)`, of the sequences that TRL is about to score.
+        logits_to_keep (`int`): `T`, the number of completion positions.
+        batch_size (`int`, *optional*): rows that TRL puts through one forward; all by default.
+        ids (`torch.Tensor`, *optional*): `(B, T, K+1)`, the candidates to score, `-1` where a slot is empty.
+        top_k (`int`, *optional*): instead of `ids`: score the training policy's own `top_k` and the sampled token.
+        with_sum_sq (`bool`): also yield the sum of squared probabilities over the vocabulary.
+
+    Yields:
+        [`PolicyScores`], filled as the forwards run.
+
+    Raises:
+        TRLCompatibilityError: TRL's forward did not pass through the kernel, or with other arguments.
+    """
+    scores = PolicyScores()
+    kernel = getattr(trl_utils, _KERNEL, None)
+    parameters = () if kernel is None else tuple(inspect.signature(kernel.forward).parameters)[1:]
+    if parameters != _KERNEL_ARGUMENTS:
+        raise TRLCompatibilityError(f"TRL's fused LM head `{_KERNEL}` takes {parameters}, not {_KERNEL_ARGUMENTS}.")
+    rows_done = 0
+
+    def apply(*args: Any):
+        nonlocal rows_done
+        call = dict(zip(_KERNEL_ARGUMENTS, args, strict=True))
+        if with_sum_sq:
+            call["outputs"] = (*call["outputs"], "log_sum_sq_probs")
+        outputs = kernel.apply(*call.values())
+        with torch.no_grad():
+            rows = min(batch_size or len(attention_mask), len(attention_mask) - rows_done)
+            mask = attention_mask[rows_done : rows_done + rows, -logits_to_keep:]
+            n = len(call["hidden"])
+            if n >= rows * (attention_mask.shape[1] - 1):  # TRL scores every position where there is no Triton
+                source = torch.arange(n, device=mask.device).view(rows, -1)[:, -logits_to_keep:].reshape(-1)
+                slots = torch.arange(rows * logits_to_keep, device=mask.device)
+            else:  # and only the labelled ones, row by row, where there is; `nonzero_static` spares a host sync
+                source = torch.arange(n, device=mask.device)
+                slots = mask.reshape(-1).nonzero_static(size=n).squeeze(1)
+
+            def lay_out(values: Tensor, fill: float = 0) -> Tensor:
+                flat = values.new_full((rows * logits_to_keep, *values.shape[1:]), fill)
+                return flat.index_copy_(0, slots, values).view(rows, logits_to_keep, *values.shape[1:])
+
+            targets = call["targets"][source]
+            head = _Head(
+                call["hidden"][source],
+                call["weight"],
+                call["bias"],
+                call["temperature"],
+                call["final_logit_softcapping"],
+                call["logit_scale"],
+            )
+            if ids is None:
+                chunk_ids, z = head.top(top_k, targets)
+            else:
+                chunk_ids = ids[rows_done : rows_done + rows].flatten(0, 1)[slots]
+                # An empty slot 0 still stands for the sampled token.
+                z = head.at(torch.cat([targets[:, None].to(chunk_ids.dtype), chunk_ids[:, 1:]], dim=1))
+            logps = outputs[0].detach().float()[source, None] + (z - z[:, :1])
+            sum_sq = lay_out(outputs[2].exp()[source]) if with_sum_sq else None
+            scores._chunks.append((lay_out(chunk_ids, -1), lay_out(logps), sum_sq))
+            scores.vocab_size = len(call["weight"])
+            rows_done += rows
+        return outputs
+
+    with substituted(trl_utils, **{_KERNEL: type(_KERNEL, (), {"apply": staticmethod(apply)})}):
+        yield scores
+    if rows_done != len(attention_mask):
+        raise TRLCompatibilityError(f"TRL's forward did not score its tokens through `trl.trainer.utils.{_KERNEL}`.")

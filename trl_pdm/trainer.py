@@ -1,0 +1,267 @@
+"""`PDMGRPOTrainer`: TRL's `GRPOTrainer`, with predictive divergence masks on which tokens may update the policy."""
+
+import inspect
+import math
+import textwrap
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from . import rollout, trust_region
+from ._hooks import TRLCompatibilityError, substituted
+from .config import PDMGRPOConfig
+from .topk_head import PolicyScores, topk_head
+
+
+# With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design: see the config.
+LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+
+# Each metric is a ratio of two sums over tokens, or (with `None`) a maximum: see `trust_region.summarize`
+METRICS = {
+    "trust_region/outside": ("outside", "scored"),
+    "trust_region/masked": ("masked", "scored"),
+    "trust_region/masked_positive": ("masked_positive", "scored"),
+    "trust_region/masked_negative": ("masked_negative", "scored"),
+    "trust_region/direction_disagreement": ("disagree", "outside"),
+    "trust_region/divergence_mean": ("divergence", "scored"),
+    "trust_region/divergence_max": ("divergence_max", None),
+    "trust_region/topk_mass_behavior": ("topk_mass_behavior", "scored"),
+    "trust_region/topk_mass_policy": ("topk_mass_policy", "scored"),
+    "trust_region/unscored": ("unscored", "tokens"),
+    "importance_ratio/mean": ("ratio", "scored"),
+    "importance_ratio/max": ("ratio_max", None),
+    "importance_ratio/truncated": ("truncated", "scored"),
+}
+
+
+class PDMGRPOTrainer(GRPOTrainer):
+    """
+    Trainer for Group Relative Policy Optimization with predictive divergence masks (PDM), a drop-in replacement for
+    [`~trl.GRPOTrainer`]. Takes the same arguments; `args` is a [`PDMGRPOConfig`], or a [`~trl.GRPOConfig`] for PDM's
+    defaults.
+
+    A token does not update the policy when the training policy has left the trust region around the policy that
+    sampled the tokens, and the update is predicted to move it further out. Everything else is `GRPOTrainer`'s.
+
+    Example:
+
+    ```python
+    >>> from trl.rewards import accuracy_reward
+    >>> from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+    >>> from datasets import load_dataset
+
+    >>> trainer = PDMGRPOTrainer(
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     reward_funcs=accuracy_reward,
+    ...     args=PDMGRPOConfig(output_dir="Qwen3-0.6B-PDM", use_vllm=True),
+    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Raises:
+        TRLCompatibilityError: The installed TRL is not one this package can build on.
+        ValueError: A field of `args` is out of range or does not suit the model.
+    """
+
+    _tag_names = ["trl", "grpo", "pdm"]
+    _name = "PDM"
+    _paper = {
+        "title": "Predictive Divergence Masks for LLM RL",
+        "id": "2607.10848",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{predictive2026divergence,
+                title        = {{Predictive Divergence Masks for LLM RL}},
+                year         = 2026,
+                eprint       = {arXiv:2607.10848},
+            }"""),
+    }
+
+    def __init__(self, model, reward_funcs=None, args=None, *other_args, **kwargs):
+        self._loss_inputs: dict[str, Any] | None = None  # the batch in `compute_loss`, until its forward has run
+        self._behavior_logprobs: Any = None  # the last rollout's, one float per token
+        self._skip_scoring = False
+        self._token_statistics: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+        def vllm_generation(**vllm_kwargs):
+            self._check_top_k()
+            return rollout.TopKVLLMGeneration(divergence_top_k=self.args.divergence_top_k, **vllm_kwargs)
+
+        with substituted(grpo_trainer, VLLMGeneration=vllm_generation, GRPOConfig=PDMGRPOConfig):
+            super().__init__(model, reward_funcs, PDMGRPOConfig.from_grpo(args), *other_args, **kwargs)
+        self._check_top_k()
+        if self.use_vllm and not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
+            raise TRLCompatibilityError("`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`.")
+        # Without clipping by TRL, a ratio is bounded by the mask and `importance_ratio_max`
+        self._mask_replaces_clipping = (
+            self.loss_type in LOSSES_WITHOUT_SHAPING
+            and self.importance_sampling_level == "token"
+            and self.args.delta is None
+        )
+        if self._mask_replaces_clipping:
+            self.epsilon_low = self.epsilon_high = math.inf
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.model.config.get_text_config().vocab_size
+
+    def _check_top_k(self) -> None:
+        if self.args.divergence_top_k > self._vocab_size:
+            raise ValueError(
+                f"`divergence_top_k` must be at most the model's vocabulary of {self._vocab_size} tokens, got "
+                f"{self.args.divergence_top_k}."
+            )
+
+    # ---- Rollout: the behaviour policy's top K, into TRL's batch
+
+    def _generate(self, prompts: list):
+        output = super()._generate(prompts)
+        if not isinstance(output, tuple) or len(output) != 8:
+            raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns 8 values, logprobs in fifth place.")
+        self._behavior_logprobs = output[4]
+        return output
+
+    def _generate_and_score_completions(self, inputs):
+        # TRL scores the rollout a second time where several optimizer steps use it. PDM knows the behaviour policy
+        # from the engine, or scores it below together with its top K.
+        several_steps = (
+            self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+        )
+        self._skip_scoring = several_steps
+        batch = super()._generate_and_score_completions(inputs)
+        if self._skip_scoring or (self.beta != 0.0) != ("ref_per_token_logps" in batch):
+            raise TRLCompatibilityError("`GRPOTrainer` no longer scores a rollout's policy first, then its reference.")
+
+        behavior = None
+        if self._behavior_logprobs is not None:
+            behavior = rollout.collate(
+                self._behavior_logprobs, batch["completion_ids"], self.args.divergence_top_k, self._vocab_size
+            )
+        if behavior is None and several_steps:
+            behavior = self._score_behavior(batch)
+        if behavior is not None:  # otherwise the batch trains the very policy that sampled it: no token can be outside
+            batch["behavior_topk_ids"], batch["behavior_topk_logps"] = behavior
+        return batch
+
+    def _score_behavior(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The behaviour policy where it is the trainer's own, before it is updated: ids and log-probabilities."""
+        score = super()._get_per_token_logps_and_entropies
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        logits_to_keep = batch["completion_ids"].size(1)
+        mode = "train" if self.model.training else "eval"
+        batch_size = getattr(self.args, f"per_device_{mode}_batch_size")
+        multimodal = {name: batch[name] for name in inspect.signature(score).parameters if name in batch}
+        with (
+            torch.no_grad(),
+            grpo_trainer.disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+            topk_head(attention_mask, logits_to_keep, batch_size, top_k=self.args.divergence_top_k) as scores,
+        ):
+            score(self.model, ids, attention_mask, logits_to_keep, batch_size=batch_size, **multimodal)
+        return scores.ids, scores.logps
+
+    # ---- Loss: the mask, as token-level advantages for TRL's own `_compute_loss`
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if "behavior_topk_ids" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # The advantages are held back until the forward has told which tokens may update: were TRL to read them
+        # earlier, it would fail instead of training without the mask.
+        held_back = ("advantages", "old_per_token_logps")
+        self._loss_inputs = {name: value for name, value in inputs.items() if name not in held_back}
+        self._advantages = inputs["advantages"]
+        try:
+            return super().compute_loss(model, self._loss_inputs, return_outputs, num_items_in_batch)
+        except KeyError as error:
+            if error.args == ("advantages",):
+                raise TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.") from error
+            raise
+        finally:
+            self._loss_inputs = None
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        score = super()._get_per_token_logps_and_entropies
+        inputs, self._loss_inputs = self._loss_inputs, None
+        if inputs is None and self._skip_scoring:
+            self._skip_scoring = False
+            return None, None, None
+        if inputs is None:
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        needs_sum_sq = self.args.tail_estimator == "exact" and self.args.divergence_support == "topk"
+        with topk_head(
+            attention_mask, logits_to_keep, batch_size, ids=inputs["behavior_topk_ids"], with_sum_sq=needs_sum_sq
+        ) as scores:
+            outputs = score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        inputs.update(self._apply_trust_region(inputs, scores))
+        return outputs
+
+    def _apply_trust_region(self, inputs: dict[str, Any], scores: PolicyScores) -> dict[str, Tensor]:
+        """What TRL's loss is to use: `advantages` `(B, T)`, zero where masked, and behaviour logprobs `(B, T)`."""
+        args = self.args
+        if args.proximity == "ratio":
+            threshold_low, threshold_high = args.epsilon, args.epsilon_high
+        else:
+            threshold_low, threshold_high = args.divergence_threshold, args.divergence_threshold_high
+        advantages = self._advantages.unsqueeze(1) if self._advantages.dim() == 1 else self._advantages
+        behavior_logps = inputs["behavior_topk_logps"]
+        valid = inputs["behavior_topk_ids"] >= 0
+        valid[..., 0] = True
+        assessment = trust_region.assess(
+            behavior_logps,
+            scores.logps,
+            valid,
+            scores.sum_sq,
+            scores.vocab_size,
+            advantages,
+            divergence=args.divergence,
+            support=args.divergence_support,
+            proximity=args.proximity,
+            direction=args.direction,
+            tail_estimator=args.tail_estimator,
+            threshold_low=threshold_low,
+            threshold_high=threshold_low if threshold_high is None else threshold_high,
+        )
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        statistics = trust_region.summarize(
+            assessment, behavior_logps, scores.logps, valid, advantages, mask.bool(), args.importance_ratio_max
+        )
+        self._record(*statistics)
+
+        sampled, policy = behavior_logps[..., 0], scores.logps[..., 0]
+        old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1
+        if self._mask_replaces_clipping and args.importance_ratio_max is not None:
+            # A ratio truncated at C is one against a behaviour logprob of at least log(pi) - log(C)
+            old = torch.maximum(old, policy - math.log(args.importance_ratio_max))
+        return {
+            "advantages": advantages * assessment.keep,
+            "old_per_token_logps": old,
+            "sampling_per_token_logps": sampled,
+        }
+
+    # ---- Metrics: gathered as tensors in the loss, read when TRL logs
+
+    def _record(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
+        mode = "train" if self.model.training else "eval"
+        self._statistic_names = [*sums, *maxima]
+        local = torch.stack([*sums.values(), *maxima.values()]).float()
+        gathered = self.accelerator.gather(local[None])
+        self._token_statistics[mode].append((gathered[:, : len(sums)].sum(0), gathered[:, len(sums) :].amax(0)))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        if recorded := self._token_statistics.pop(mode, None):
+            sums, maxima = (torch.stack(part).cpu().double() for part in zip(*recorded, strict=True))
+            values = [*sums.sum(0).tolist(), *maxima.amax(0).tolist()]
+            total = dict(zip(self._statistic_names, values, strict=True)) | {None: 1.0}
+            total["unscored"] = total["tokens"] - total["scored"]
+            for name, (numerator, denominator) in METRICS.items():
+                if total[denominator]:  # a share of no tokens is no number
+                    self._metrics[mode][name] = [total[numerator] / total[denominator]]
+        super().log(logs, start_time)
