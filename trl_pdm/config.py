@@ -8,6 +8,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from .trust_region import DIRECTIONS, DIVERGENCES, PROXIMITIES, SUPPORTS, TAIL_ESTIMATORS
+from .weight_sync import WEIGHT_SYNCS
 
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ _CHOICES = {
     "proximity": tuple(PROXIMITIES),
     "direction": tuple(DIRECTIONS),
     "tail_estimator": tuple(TAIL_ESTIMATORS),
+    "vllm_weight_sync": WEIGHT_SYNCS,
 }
 
 
@@ -80,6 +82,16 @@ class PDMGRPOConfig(GRPOConfig):
             whole distribution), `"uniform"` (spread evenly) or `"aggregated"` (as one token, the paper's default).
         importance_ratio_max (`float` or `None`, *optional*, defaults to `20.0`):
             Upper bound of the importance ratio's weight in the loss. `None` disables the truncation.
+
+        > Parameters that control vLLM
+
+        vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
+            How updated weights reach vLLM: `"full"` (all of them, an adapter merged), `"adapter"` (a colocated engine
+            serves the base and the live LoRA adapter, and only the adapter moves) or `"auto"` (`"adapter"` where vLLM
+            can serve it, otherwise `"full"`).
+        vllm_quantization (`str`, *optional*):
+            Quantization of a colocated engine, as in `vllm.LLM(quantization=...)`, e.g. `"fp8"`. Weights are quantized
+            again at each sync.
     """
 
     divergence: str = field(
@@ -146,6 +158,22 @@ class PDMGRPOConfig(GRPOConfig):
         default=20.0,
         metadata={
             "help": "Upper bound of the importance ratio's weight in the loss. `None` disables the truncation."
+        },
+    )
+    vllm_weight_sync: str = field(
+        default="auto",
+        metadata={
+            "help": "How updated weights reach vLLM: 'full' (all of them, an adapter merged), 'adapter' (a colocated "
+            "engine serves the base and the live LoRA adapter, and only the adapter moves) or 'auto' ('adapter' where "
+            "vLLM can serve it, otherwise 'full').",
+            "choices": list(WEIGHT_SYNCS),
+        },
+    )
+    vllm_quantization: str | None = field(
+        default=None,
+        metadata={
+            "help": "Quantization of a colocated engine, as in `vllm.LLM(quantization=...)`, e.g. 'fp8'. Weights are "
+            "quantized again at each sync."
         },
     )
 

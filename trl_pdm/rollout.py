@@ -5,10 +5,12 @@ of that and slices, concatenates and pads these floats through multi-turn tool c
 [`TokenLogprob`] is such a float that also points to its candidates, so they stay with their token all the way.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
+from functools import wraps
+from itertools import chain, groupby
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +20,17 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ._hooks import TRLCompatibilityError, substituted
-from .weight_sync import reload_weights
+from .weight_sync import SyncRecord, choose_sync, is_bnb_quantized, unquantized_view
 
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+logger = logging.getLogger(__name__)
+
 VLLM_DEFAULT_MAX_LOGPROBS = 20
+# nats; a sampled token this much more probable than a candidate must be a candidate too, whatever the rounding
+OUTSIDE_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ def _token_logprobs(candidates: Candidates) -> list[list[TokenLogprob]]:
     return [[TokenLogprob(lp, candidates, t)] for t, lp in enumerate(candidates.logps[:, 0].tolist())]
 
 
-def from_vllm_outputs(outputs: list["RequestOutput"]) -> tuple[list[list[list[TokenLogprob]]] | None, None]:
+def from_vllm_outputs(outputs: list["RequestOutput"]) -> tuple[list[list[list[TokenLogprob]]], None]:
     """TRL's `extract_logprobs` for requests with flat logprobs: the sampled token first, then its candidates.
 
     Returns:
@@ -78,36 +84,102 @@ def from_vllm_outputs(outputs: list["RequestOutput"]) -> tuple[list[list[list[To
     """
     sequences = []
     for completion in (completion for output in outputs for completion in output.outputs):
-        if completion.logprobs is None:
-            return None, None
         flat, length = completion.logprobs, len(completion.token_ids)
-        shape = (length, len(flat.token_ids) // max(length, 1))
+        shape = (length, len(flat.token_ids) // length if length else 1)
         ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)
         sequences.append(_token_logprobs(Candidates(ids, np.array(flat.logprobs, dtype=np.float32).reshape(shape))))
     return sequences, None
 
 
-def from_ranked(
-    completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
+def from_lists(
+    completion_ids: Sequence[Sequence[int]],
+    token_ids: Sequence[Sequence[Sequence[int]]],
+    logprobs: Sequence[Sequence[Sequence[float | None]]],
+    sampled_logprobs: Sequence[Sequence[float | None]] | None = None,
 ) -> list[list[list[TokenLogprob]]]:
-    """The same from a vLLM server's answer, whose entries are sorted by probability.
+    """The same from lists: K or K+1 candidates a token, in any order, with `None` for NaN.
+
+    Args:
+        completion_ids: `(num_sequences, T)`, the sampled tokens.
+        token_ids: `(num_sequences, T, K or K+1)`, their candidates.
+        logprobs: those of the candidates, in the shape of `token_ids`.
+        sampled_logprobs: `(num_sequences, T)`, those of the sampled tokens, used where finite. Without them, the
+            sampled token must be one of its candidates.
 
     Raises:
-        ValueError: the sampled token is not among the entries of its position.
+        ValueError: the lists do not fit together, or a sampled token should be among its candidates and is not.
     """
     sequences = []
-    for sampled, seq_logprobs, seq_ids in zip(completion_ids, logprobs, token_ids, strict=True):
-        width = 1 + max(map(len, seq_ids), default=0)
-        ids = np.full((len(sampled), width), -1, dtype=np.int32)
-        logps = np.zeros((len(sampled), width), dtype=np.float32)
-        for t, (token, entry_logps, entry_ids) in enumerate(zip(sampled, seq_logprobs, seq_ids, strict=True)):
-            if token not in entry_ids:
-                raise ValueError(f"The vLLM server sampled token {token} but returned no logprob of it.")
-            ids[t, 0], ids[t, 1 : len(entry_ids) + 1] = token, entry_ids
-            values = [np.nan if lp is None else lp for lp in entry_logps]
-            logps[t, 0], logps[t, 1 : len(entry_ids) + 1] = values[entry_ids.index(token)], values
-        sequences.append(_token_logprobs(Candidates(ids, logps)))
+    for b, (sampled, seq_ids, seq_logps) in enumerate(zip(completion_ids, token_ids, logprobs, strict=True)):
+        lengths = np.array([len(entries) for entries in seq_ids], dtype=int)
+        if len(lengths) != len(sampled) or lengths.tolist() != [len(entries) for entries in seq_logps]:
+            raise ValueError(
+                f"The candidates of completion {b} do not fit its {len(sampled)} tokens: there must be one list of "
+                "token ids and one of logprobs for each of them, of equal length."
+            )
+        listed = np.arange(lengths.max(initial=1)) < lengths[:, None]
+        ids = np.full(listed.shape, -1, dtype=np.int32)
+        logps = np.full(listed.shape, np.nan, dtype=np.float32)
+        ids[listed] = list(chain.from_iterable(seq_ids))
+        logps[listed] = np.array(list(chain.from_iterable(seq_logps)), dtype=np.float32)  # makes None NaN
+        order = np.argsort(-logps, axis=1, kind="stable")  # the most probable first, NaN last
+        ids, logps = np.take_along_axis(ids, order, axis=1), np.take_along_axis(logps, order, axis=1)
+
+        sampled = np.array(sampled, dtype=np.int32)
+        is_sampled = ids == sampled[:, None]
+        absent = ~is_sampled.any(1)
+        own = np.where(absent, np.nan, logps[np.arange(len(ids)), is_sampled.argmax(1)])
+        if sampled_logprobs is not None:
+            given = np.array(sampled_logprobs[b], dtype=np.float32)
+            own = np.where(np.isfinite(given), given, own)
+            # One that was less probable than all K of them may be
+            absent &= (lengths > 0) & (given > np.fmin.reduce(logps, axis=1, initial=np.inf) + OUTSIDE_TOLERANCE)
+        if absent.any():
+            t = absent.argmax()
+            raise ValueError(
+                f"The candidates of completion {b} are not those of its tokens: at position {t}, token {sampled[t]} "
+                "was sampled, but it is not among them although it is more probable than some."
+            )
+        candidates = Candidates(np.column_stack([sampled, ids]), np.column_stack([own, logps]).astype(np.float32))
+        sequences.append(_token_logprobs(candidates))
     return sequences
+
+
+def with_candidates(rollout_func: Callable[[list, Any], dict[str, Any]]) -> Callable[[list, Any], dict[str, Any]]:
+    """A rollout function whose logprobs carry what it returns as `topk_token_ids` and `topk_logprobs`, if it does.
+
+    Both are lists, per completion, of one list a token: the K most probable tokens, with or without the sampled one,
+    in any order. It is empty for a token that the policy did not sample.
+
+    Raises:
+        ValueError: what the rollout function returns does not fit together.
+    """
+
+    @wraps(rollout_func)
+    def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
+        output = dict(rollout_func(prompts, trainer))
+        if "completion_ids" not in output:
+            return output  # TRL says what is missing
+        token_ids, topk_logprobs = output.pop("topk_token_ids", None), output.pop("topk_logprobs", None)
+        completion_ids, logprobs = output["completion_ids"], output.get("logprobs")
+        fields = {"logprobs": logprobs, "topk_token_ids": token_ids, "topk_logprobs": topk_logprobs}
+        for name, field in fields.items():
+            if field is not None and list(map(len, field)) != list(map(len, completion_ids)):
+                raise ValueError(
+                    f"The rollout function's `{name}` do not fit its `completion_ids`: there must be one list per "
+                    "completion, with one entry per token."
+                )
+        if (token_ids is None) != (topk_logprobs is None):
+            raise ValueError("A rollout function must return `topk_token_ids` and `topk_logprobs`, or neither.")
+        if token_ids is not None:
+            carrying = from_lists(completion_ids, token_ids, topk_logprobs, logprobs)
+            output["logprobs"] = [
+                [lp[0] if len(entries) else float(lp[0]) for lp, entries in zip(*sequence, strict=True)]
+                for sequence in zip(carrying, token_ids, strict=True)
+            ]
+        return output
+
+    return rollout
 
 
 def collate(
@@ -146,6 +218,19 @@ def collate(
     return torch.from_numpy(ids).to(device), torch.from_numpy(logps).to(device)
 
 
+def fill_in(behavior: tuple[Tensor, Tensor], scored: tuple[Tensor, Tensor], sampled_logps: Tensor) -> None:
+    """Give the tokens of `behavior` without candidates those of `scored`, keeping their own logprob where finite.
+
+    Args:
+        behavior, scored: ids and log-probabilities, each `(B, T, K+1)`; `behavior` is changed.
+        sampled_logps (`torch.Tensor`): `(B, T)`, what the rollout says of its sampled tokens.
+    """
+    (ids, logps), (scored_ids, scored_logps) = behavior, scored
+    missing = ids[..., 0] < 0
+    ids[missing], logps[missing] = scored_ids[missing].to(ids.dtype), scored_logps[missing].to(logps.dtype)
+    logps[..., 0] = torch.where(missing & sampled_logps.isfinite(), sampled_logps, logps[..., 0])
+
+
 def _check(ids: np.ndarray, logps: np.ndarray, completion_ids: np.ndarray, vocab_size: int) -> None:
     sampled = ids[..., 0]
     if (misplaced := (sampled >= 0) & (sampled != completion_ids)).any():
@@ -172,33 +257,80 @@ def _check(ids: np.ndarray, logps: np.ndarray, completion_ids: np.ndarray, vocab
 
 
 class TopKVLLMGeneration(VLLMGeneration):
-    """TRL's vLLM backend, but its logprobs are [`TokenLogprob`]s and its weight sync goes through vLLM's reload.
+    """TRL's vLLM backend, but its logprobs are [`TokenLogprob`]s and its weights come through [`choose_sync`].
 
     Args:
         divergence_top_k (`int`): number of the most probable tokens to ask the engine for, besides the sampled one.
+        weight_sync (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"full"` or `"adapter"`.
+        quantization (`str`, *optional*): vLLM's quantization of a colocated engine.
         kwargs: those of [`~trl.generation.vllm_generation.VLLMGeneration`].
+
+    Attributes:
+        last_sync ([`SyncRecord`] or `None`): what the last weight sync moved, and how long it took.
     """
 
-    def __init__(self, *, divergence_top_k: int, **kwargs: Any):
+    def __init__(
+        self, *, divergence_top_k: int, weight_sync: str = "auto", quantization: str | None = None, **kwargs: Any
+    ):
         self.divergence_top_k = divergence_top_k
-        super().__init__(**kwargs | {"logprobs": divergence_top_k})
-        if "logprobs" in self.generation_kwargs:
+        self.weight_sync = weight_sync
+        self.quantization = quantization
+        self.last_sync: SyncRecord | None = None
+        generation_kwargs = kwargs.get("generation_kwargs") or {}
+        if "logprobs" in generation_kwargs:
             raise ValueError(
-                f"`generation_kwargs` sets `logprobs` to {self.generation_kwargs['logprobs']}. Leave it out: "
+                f"`generation_kwargs` sets `logprobs` to {generation_kwargs['logprobs']}. Leave it out: "
                 f"`divergence_top_k` ({divergence_top_k}) says how many are needed."
             )
+        super().__init__(**kwargs | {"logprobs": divergence_top_k})
         if self.mode == "colocate":
             # Flat logprobs spare a dictionary a token, and nobody reads the candidates' text: vLLM would detokenize
             # all of them. It needs text to find stop strings.
-            flat = {"flat_logprobs": True, "detokenize": bool(self.generation_kwargs.get("stop"))}
-            self.generation_kwargs = flat | self.generation_kwargs
+            text = {"detokenize": bool(self.generation_kwargs.get("stop"))}
+            self.generation_kwargs = text | self.generation_kwargs | {"flat_logprobs": True}
+        elif self.accelerator.is_main_process:
+            self._check_server()
 
     def _init_vllm(self) -> None:
-        if self.mode != "colocate" or not hasattr(vllm_generation, "LLM"):  # without vLLM, TRL says how to install it
+        if not hasattr(vllm_generation, "LLM"):  # without vLLM, TRL says how to install it
             return super()._init_vllm()
-        engine = partial(vllm_generation.LLM, max_logprobs=max(self.divergence_top_k, VLLM_DEFAULT_MAX_LOGPROBS))
-        with substituted(vllm_generation, LLM=engine):
-            super()._init_vllm()
+        self._sync = choose_sync(
+            self.weight_sync,
+            self.model,
+            super()._iter_named_params,
+            colocated=self.mode == "colocate",
+            sharded=self._dist.is_zero3 or self._dist.is_fsdp,
+            base_every_time=self.enable_sleep_mode,
+        )
+        if self.mode != "colocate":
+            return super()._init_vllm()
+        ours = {"max_logprobs": max(self.divergence_top_k, VLLM_DEFAULT_MAX_LOGPROBS)} | self._sync.engine_kwargs
+        if self.quantization is not None:
+            ours["quantization"] = self.quantization
+        LLM, model = vllm_generation.LLM, self.model
+        if is_bnb_quantized(model):
+            # TRL refuses 8-bit models and quantizes the engine for 4-bit ones. Here it gets the dequantized weights.
+            self.model = unquantized_view(model)
+        try:
+            with substituted(vllm_generation, LLM=lambda **kwargs: LLM(**kwargs | ours)):
+                super()._init_vllm()
+        finally:
+            self.model = model
+
+    def _check_server(self) -> None:
+        config = self.vllm_client.get_server_info()["model_config"]
+        most, mode = config["max_logprobs"], config["logprobs_mode"]
+        if 0 <= most < self.divergence_top_k:  # -1 is no limit
+            raise ValueError(
+                f"`divergence_top_k` is {self.divergence_top_k}, but the vLLM server returns at most {most} logprobs a "
+                f"token. Restart it with `--max-logprobs {self.divergence_top_k}`, or lower `divergence_top_k`."
+            )
+        if mode != "processed_logprobs":
+            logger.warning(
+                f"The vLLM server runs with `--logprobs-mode {mode}`, so its logprobs are not those of the policy that "
+                "samples the tokens, and the trust region is measured from the wrong place. Restart it with "
+                "`--logprobs-mode processed_logprobs`."
+            )
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """As `VLLMGeneration.generate`, with `logprobs` of shape `(batch_size, T, 1)` that carry their candidates."""
@@ -207,16 +339,30 @@ class TopKVLLMGeneration(VLLMGeneration):
                 prompts, images, num_generations, profiler=profiler
             )
         if self.mode == "server":
-            logprobs, token_ids = from_ranked(completion_ids, logprobs, token_ids), None
+            logprobs, token_ids = from_lists(completion_ids, token_ids, logprobs), None
         if any(not isinstance(lp[0], TokenLogprob) for sequence in logprobs for lp in sequence[:1]):
             raise TRLCompatibilityError("TRL's vLLM backend no longer reads logprobs through `extract_logprobs`.")
         return prompt_ids, completion_ids, logprobs, token_ids
 
+    def sync_weights(self) -> None:
+        """As `VLLMGeneration.sync_weights`; `last_sync` tells what it took.
+
+        Raises:
+            TRLCompatibilityError: TRL no longer asks for the weights where this class hands them over.
+        """
+        self._moved, start = None, perf_counter()
+        super().sync_weights()
+        if self._moved is None:
+            raise TRLCompatibilityError("`VLLMGeneration.sync_weights` no longer calls `_iter_named_params`.")
+        self.last_sync = SyncRecord(self._sync.mode, self._moved, perf_counter() - start)
+
     def _iter_named_params(self):
         # Stock `sync_weights` loads what this yields, one by one, into the live modules. A colocated engine has taken
         # everything through its own reload by the time there is nothing left to yield.
-        named_params = super()._iter_named_params()
-        if self.mode == "server":
-            yield from named_params
-        else:
-            reload_weights(self.llm, named_params)
+        if self.mode == "colocate":
+            self._moved = self._sync.push(self.llm)
+            return
+        self._moved = 0
+        for name, param in self._sync.params():
+            self._moved += param.nbytes
+            yield name, param

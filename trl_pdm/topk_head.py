@@ -76,6 +76,10 @@ class _Head:
         device = hidden.device.type
         self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
+    def _cast_bytes(self, matrix: Tensor) -> int:
+        """Bytes that a row of `matrix` takes once more in the compute dtype."""
+        return 0 if matrix.dtype == self.dtype else matrix.shape[1] * self.dtype.itemsize
+
     def transform(self, z: Tensor) -> Tensor:
         z = z.float() * self.scale
         if self.softcapping is not None:
@@ -86,10 +90,12 @@ class _Head:
         """Transformed logits of `ids` `(N, S)` at the hidden states `(N, H)`: `(N, S)`, float32."""
         n, slots = ids.shape
         width = self.hidden.shape[1]
-        # A gathered row is held once in the head's dtype, and once more where that is not the compute dtype.
-        row_bytes = width * (self.weight.element_size() + (self.dtype.itemsize if self.weight.dtype != self.dtype else 0))
-        slots_at_once = max(1, min(slots, CHUNK_BYTES // row_bytes))
-        tokens_at_once = max(1, CHUNK_BYTES // (row_bytes * slots_at_once))
+        # A gathered row is held once in the head's dtype, and once more where that is not the compute dtype; its id and
+        # its logit come with it.
+        row_bytes = width * self.weight.element_size() + self._cast_bytes(self.weight) + 16
+        hidden_bytes = self._cast_bytes(self.hidden)
+        slots_at_once = max(1, min(slots, (CHUNK_BYTES - hidden_bytes) // row_bytes))
+        tokens_at_once = max(1, CHUNK_BYTES // (row_bytes * slots_at_once + hidden_bytes))
         z = torch.empty(n, slots, dtype=torch.float32, device=ids.device)
         for t in range(0, n, tokens_at_once):
             hidden = self.hidden[t : t + tokens_at_once].to(self.dtype).unsqueeze(-1)
@@ -104,11 +110,14 @@ class _Head:
     def top(self, k: int, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The `k` most probable tokens behind `targets` `(N,)`: ids and transformed logits, `(N, k+1)` each."""
         vocab, device = self.weight.shape[0], targets.device
-        ids, z = [], []
+        ids = torch.empty(len(targets), k + 1, dtype=torch.int32, device=device)
+        z = torch.empty(len(targets), k + 1, dtype=torch.float32, device=device)
         for t in range(0, len(targets), TOKENS_AT_ONCE):
             hidden = self.hidden[t : t + TOKENS_AT_ONCE].to(self.dtype)
-            # The best so far are merged tile by tile: a tile's logits are held in the compute dtype and in float32.
-            tile_width = max(1, CHUNK_BYTES // (len(hidden) * (self.dtype.itemsize + 12)))
+            # The best so far are merged tile by tile: a tile's logits are held in the compute dtype and in float32, and
+            # the hidden states and the tile's rows of the head once more where theirs is not the compute dtype.
+            free = CHUNK_BYTES - len(hidden) * self._cast_bytes(self.hidden)
+            tile_width = max(1, free // (len(hidden) * (self.dtype.itemsize + 12) + self._cast_bytes(self.weight)))
             best = torch.empty(len(hidden), 0, device=device)
             best_ids = torch.empty(len(hidden), 0, dtype=torch.long, device=device)
             for v in range(0, vocab, tile_width):
@@ -120,10 +129,9 @@ class _Head:
                 best, best_ids = torch.cat([best, top.values], 1), torch.cat([best_ids, top.indices + v], 1)
                 best, order = best.topk(min(k, best.shape[1]), dim=1)
                 best_ids = best_ids.gather(1, order)
-            ids.append(best_ids)
-            z.append(best)
-        ids = torch.cat([targets[:, None], torch.cat(ids)], 1).to(torch.int32)
-        z = torch.cat([self.at(ids[:, :1]), torch.cat(z)], 1)
+            ids[t : t + TOKENS_AT_ONCE, 1:], z[t : t + TOKENS_AT_ONCE, 1:] = best_ids, best
+        ids[:, 0] = targets
+        z[:, :1] = self.at(ids[:, :1])
         ids[:, 1:].masked_fill_(ids[:, 1:] == ids[:, :1], -1)
         return ids, z
 
@@ -174,9 +182,9 @@ def topk_head(
             if n >= rows * (attention_mask.shape[1] - 1):  # TRL scores every position where there is no Triton
                 source = torch.arange(n, device=mask.device).view(rows, -1)[:, -logits_to_keep:].reshape(-1)
                 slots = torch.arange(rows * logits_to_keep, device=mask.device)
-            else:  # and only the labelled ones, row by row, where there is; `nonzero_static` spares a host sync
-                source = torch.arange(n, device=mask.device)
-                slots = mask.reshape(-1).nonzero_static(size=n).squeeze(1)
+            else:  # and only the labelled ones, row by row, where there is; sorting spares the host sync of `nonzero`
+                source = slice(None)
+                slots = mask.reshape(-1).argsort(descending=True, stable=True)[:n]
 
             def lay_out(values: Tensor, fill: float = 0) -> Tensor:
                 flat = values.new_full((rows * logits_to_keep, *values.shape[1:]), fill)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -16,6 +17,8 @@ from ._hooks import TRLCompatibilityError, substituted
 from .config import PDMGRPOConfig
 from .topk_head import PolicyScores, topk_head
 
+
+logger = get_logger(__name__)
 
 # With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design: see the config.
 LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
@@ -90,11 +93,18 @@ class PDMGRPOTrainer(GRPOTrainer):
 
         def vllm_generation(**vllm_kwargs):
             self._check_top_k()
-            return rollout.TopKVLLMGeneration(divergence_top_k=self.args.divergence_top_k, **vllm_kwargs)
+            return rollout.TopKVLLMGeneration(
+                divergence_top_k=self.args.divergence_top_k,
+                weight_sync=self.args.vllm_weight_sync,
+                quantization=self.args.vllm_quantization,
+                **vllm_kwargs,
+            )
 
         with substituted(grpo_trainer, VLLMGeneration=vllm_generation, GRPOConfig=PDMGRPOConfig):
             super().__init__(model, reward_funcs, PDMGRPOConfig.from_grpo(args), *other_args, **kwargs)
         self._check_top_k()
+        if self.rollout_func is not None:
+            self.rollout_func = rollout.with_candidates(self.rollout_func)
         if self.use_vllm and not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
             raise TRLCompatibilityError("`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`.")
         # Without clipping by TRL, a ratio is bounded by the mask and `importance_ratio_max`
@@ -137,16 +147,37 @@ class PDMGRPOTrainer(GRPOTrainer):
         if self._skip_scoring or (self.beta != 0.0) != ("ref_per_token_logps" in batch):
             raise TRLCompatibilityError("`GRPOTrainer` no longer scores a rollout's policy first, then its reference.")
 
+        logprobs, self._behavior_logprobs = self._behavior_logprobs, None
         behavior = None
-        if self._behavior_logprobs is not None:
+        if logprobs is not None:
             behavior = rollout.collate(
-                self._behavior_logprobs, batch["completion_ids"], self.args.divergence_top_k, self._vocab_size
+                logprobs, batch["completion_ids"], self.args.divergence_top_k, self._vocab_size
             )
-        if behavior is None and several_steps:
-            behavior = self._score_behavior(batch)
+        needs_scores = behavior is None and several_steps
+        if self.rollout_func is not None:
+            needs_scores |= behavior is not None and self._lacks_candidates(batch, behavior[0])
+            # Scoring is collective where the model is sharded: all processes do it, or none
+            needs_scores = self.accelerator.gather(torch.tensor([needs_scores], device=self.accelerator.device)).any()
+        if needs_scores:
+            scored = self._score_behavior(batch)
+            if behavior is None:
+                behavior = scored
+            else:
+                rollout.fill_in(behavior, scored, batch["sampling_per_token_logps"])
         if behavior is not None:  # otherwise the batch trains the very policy that sampled it: no token can be outside
             batch["behavior_topk_ids"], batch["behavior_topk_logps"] = behavior
         return batch
+
+    def _lacks_candidates(self, batch: dict[str, Any], behavior_ids: Tensor) -> bool:
+        trained_on = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        lacking = bool((trained_on & (behavior_ids[..., 0] < 0)).any())
+        if lacking:
+            logger.warning_once(
+                "`rollout_func` returns logprobs without their candidates, so the training model scores the behaviour "
+                "policy's top K: the trust region does not see how the sampling engine differs from it. Return the "
+                "logprobs as `trainer.vllm_generation.generate` gives them, or `topk_token_ids` and `topk_logprobs`."
+            )
+        return lacking
 
     def _score_behavior(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The behaviour policy where it is the trainer's own, before it is updated: ids and log-probabilities."""
@@ -176,7 +207,10 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._loss_inputs = {name: value for name, value in inputs.items() if name not in held_back}
         self._advantages = inputs["advantages"]
         try:
-            return super().compute_loss(model, self._loss_inputs, return_outputs, num_items_in_batch)
+            loss = super().compute_loss(model, self._loss_inputs, return_outputs, num_items_in_batch)
+            if self._loss_inputs is not None:
+                raise TRLCompatibilityError("`GRPOTrainer._compute_loss` no longer scores the batch it trains on.")
+            return loss
         except KeyError as error:
             if error.args == ("advantages",):
                 raise TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.") from error

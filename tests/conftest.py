@@ -1,0 +1,73 @@
+"""What all tests share: the environment they run in, and the rule for tests marked `vllm`.
+
+Where `import vllm` fails they are skipped, with the reason in the summary. With `TRL_PDM_REQUIRE_VLLM=1`, as CI sets it,
+a skipped vLLM test is an error and a run in which no vLLM test passed fails.
+"""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+
+# Read by vLLM and the tokenizers when they are imported, which test modules do after this one.
+for name, value in {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}.items():
+    os.environ.setdefault(name, value)
+
+# The first call of an operator can take a second or more: hypothesis's deadline of 200 ms would make tests flaky.
+settings.register_profile("trl_pdm", deadline=None)
+settings.load_profile("trl_pdm")
+
+REQUIRE_VLLM = os.environ.get("TRL_PDM_REQUIRE_VLLM") == "1"
+VLLM_TESTS_PASSED = pytest.StashKey[int]()
+
+
+def why_no_vllm() -> str | None:
+    try:
+        import vllm  # noqa: F401
+    except Exception as error:  # a vLLM that does not match its torch raises more than ImportError
+        return f"vLLM cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def no_vllm_test_passed(config) -> bool:
+    return REQUIRE_VLLM and not config.option.collectonly and config.stash[VLLM_TESTS_PASSED] == 0
+
+
+def pytest_configure(config):
+    config.stash[VLLM_TESTS_PASSED] = 0
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k: vLLM is imported only if a test that needs it will run
+def pytest_collection_modifyitems(config, items):
+    needing_vllm = [item for item in items if item.get_closest_marker("vllm")]
+    if needing_vllm and not config.option.collectonly and (reason := why_no_vllm()):
+        for item in needing_vllm:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if item.get_closest_marker("vllm"):
+        if report.when == "call" and report.passed:
+            item.config.stash[VLLM_TESTS_PASSED] += 1
+        elif REQUIRE_VLLM and report.skipped and not hasattr(report, "wasxfail"):
+            report.outcome = "failed"
+            report.longrepr = f"a vLLM test may not be skipped under TRL_PDM_REQUIRE_VLLM=1: {call.excinfo.value}"
+    return report
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if no_vllm_test_passed(session.config) and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if no_vllm_test_passed(config):
+        terminalreporter.write_line("FAILED: TRL_PDM_REQUIRE_VLLM=1, and no test marked vllm passed", red=True)

@@ -1,0 +1,103 @@
+"""Every knob is usable from Python, flags and YAML, documented, and refuses what it cannot mean."""
+
+import logging
+import math
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from trl import GRPOConfig, TrlParser
+
+from trl_pdm import PDMGRPOConfig
+
+
+OWN = [f for f in fields(PDMGRPOConfig) if f.name not in {g.name for g in fields(GRPOConfig)}]
+
+
+def test_defaults():
+    config = PDMGRPOConfig(use_cpu=True)
+    assert (config.divergence, config.divergence_support, config.divergence_top_k) == ("kl", "topk", 20)
+    assert (config.divergence_threshold, config.divergence_threshold_high) == (0.15, None)
+    assert (config.proximity, config.direction, config.tail_estimator) == ("divergence", "predictive", "exact")
+    assert config.importance_ratio_max == 20.0
+
+
+def test_flags_and_yaml(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("divergence: tv\ndivergence_threshold: 0.2\nlearning_rate: 3.0e-6\n")
+    (config,) = TrlParser(PDMGRPOConfig).parse_args_and_config(
+        ["--config", str(tmp_path / "recipe.yaml"), "--direction", "ratio", "--divergence_top_k", "7", "--use_cpu"]
+    )
+    assert (config.divergence, config.divergence_threshold, config.learning_rate) == ("tv", 0.2, 3e-6)
+    assert (config.direction, config.divergence_top_k) == ("ratio", 7)
+
+
+def test_help_and_docstring_explain_each_field():
+    help_text = re.sub(r"\s+", " ", TrlParser(PDMGRPOConfig).format_help())
+    described = re.findall(r"^        (\w+) \(`", PDMGRPOConfig.__doc__, re.M)
+    assert described == [f.name for f in OWN]
+    for f in OWN:
+        assert f.metadata["help"] and f"--{f.name}" in help_text
+        default = repr(f.default) if not isinstance(f.default, str) else f'"{f.default}"'
+        entry = PDMGRPOConfig.__doc__.split(f"        {f.name} (")[1].split("\n")[0]
+        assert f.default is None or f"defaults to `{default}`" in entry, entry
+
+
+@pytest.mark.parametrize(
+    "name, value, remedy",
+    [
+        ("divergence", "js", "one of 'kl', 'tv', 'reverse_kl'"),
+        ("divergence_support", "full", "one of 'topk', 'binary'"),
+        ("proximity", "kl", "one of 'divergence', 'ratio'"),
+        ("direction", "up", "one of 'predictive', 'ratio'"),
+        ("tail_estimator", "zero", "one of 'exact', 'uniform', 'aggregated'"),
+        ("divergence_threshold", 0.0, "a positive, finite number"),
+        ("divergence_threshold", -0.1, "a positive, finite number"),
+        ("divergence_threshold", math.nan, "a positive, finite number"),
+        ("divergence_threshold", math.inf, "a positive, finite number"),
+        ("divergence_threshold", None, "a positive, finite number"),
+        ("divergence_threshold_high", 0.0, "a positive, finite number"),
+        ("divergence_top_k", 0, "an integer of at least 1"),
+        ("divergence_top_k", 2.5, "an integer of at least 1"),
+        ("importance_ratio_max", 0.5, "a finite number of at least 1"),
+        ("importance_ratio_max", math.inf, "a finite number of at least 1"),
+    ],
+)
+def test_refusals_name_field_value_and_remedy(name, value, remedy):
+    with pytest.raises(ValueError) as error:
+        PDMGRPOConfig(use_cpu=True, **{name: value})
+    message = str(error.value)
+    assert message.startswith(f"`{name}` must be {remedy}") and message.endswith(f"got {value!r}.")
+
+
+def test_the_second_correction_is_off_and_says_so(caplog):
+    with caplog.at_level(logging.INFO, logger="trl_pdm"):
+        config = PDMGRPOConfig(use_cpu=True, use_vllm=True)
+    assert config.vllm_importance_sampling_correction is False
+    assert "`vllm_importance_sampling_correction` is switched off" in caplog.text
+
+
+def test_a_plain_grpo_config_keeps_what_was_set():
+    plain = GRPOConfig(use_cpu=True, generation_batch_size=16, num_generations=4, epsilon_high=0.4, seed=7)
+    config = PDMGRPOConfig.from_grpo(plain)
+    own = {f.name for f in OWN} | {"vllm_importance_sampling_correction"}
+    assert {n: v for n, v in vars(config).items() if n not in own} == {
+        n: v for n, v in vars(plain).items() if n not in own
+    }
+    assert config.divergence_threshold == 0.15 and isinstance(config, PDMGRPOConfig)
+    assert PDMGRPOConfig.from_grpo(config) is config and PDMGRPOConfig.from_grpo(None) is None
+
+
+def test_other_subclasses_are_refused():
+    class MyConfig(GRPOConfig):
+        pass
+
+    with pytest.raises(TypeError, match="let `MyConfig` inherit from `PDMGRPOConfig`"):
+        PDMGRPOConfig.from_grpo(MyConfig(use_cpu=True))
+
+
+def test_import_is_light():
+    code = "import sys, trl_pdm; print(*{'vllm', 'torch', 'trl', 'bitsandbytes'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == []

@@ -1,0 +1,358 @@
+"""The trainer against independent references: full logits, autograd, and TRL's own `GRPOTrainer`."""
+
+import math
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from tests import tiny
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+
+
+B, P, T, K = 4, 5, 7, 6
+TEMPERATURE = 0.8
+CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+SHAPED = [
+    {"loss_type": "sapo"},
+    {"loss_type": "vespo"},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    {"loss_type": "luspo"},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    {"loss_type": "dapo", "importance_sampling_level": "sequence"},
+    {"loss_type": "grpo", "delta": 1.5},
+    {"loss_type": "bnpo", "delta": 1.2},
+]
+
+
+def make_trainer(tmp_path, cls=PDMGRPOTrainer, moe=False, model_seed=0, peft_config=None, eval_dataset=None, **args):
+    config = PDMGRPOConfig if cls is PDMGRPOTrainer else GRPOConfig
+    if cls is GRPOTrainer:
+        args.setdefault("vllm_importance_sampling_correction", False)
+    else:
+        args.setdefault("divergence_top_k", K)
+    tokenizer = tiny.tokenizer()
+    defaults = dict(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=B,
+        num_generations=2,
+        max_completion_length=T,
+        temperature=TEMPERATURE,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    path = tiny.save(tmp_path / "model", moe=moe, seed=model_seed)
+    return cls(
+        path,
+        reward_funcs=tiny.count_ones,
+        args=config(**defaults | args),
+        train_dataset=tiny.prompts(),
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+
+
+def full_logps(model, batch):
+    """Log-probabilities of the whole vocabulary at every completion position, from plain logits."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1][:, -T:].float()
+    return (logits / TEMPERATURE).log_softmax(-1)
+
+
+def make_batch(model, seed=0, drift=0.6):
+    """Random completions whose behaviour policy is a perturbation of the model, with its top K beside them."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab = model.config.vocab_size
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    lengths = torch.tensor([7, 4, 6, 1])
+    batch = {
+        "prompt_ids": torch.randint(2, vocab, (B, P), generator=generator),
+        "prompt_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5, [0, 1, 1, 1, 1], [1] * 5]),
+        "completion_mask": (torch.arange(T) < lengths[:, None]).long(),
+        "advantages": torch.tensor([1.3, -0.8, -1.1, 0.6]),
+        "num_items_in_batch": torch.tensor(50),
+        "tool_mask": torch.ones(B, T, dtype=torch.long),
+    }
+    batch["tool_mask"][0, 2] = 0
+    batch["completion_ids"] = torch.zeros(B, T, dtype=torch.long)
+    with torch.no_grad():  # sample token by token from the perturbed policy
+        noise = draw(B, T, vocab) * drift
+        for t in range(T):
+            mu = (full_logps(model, batch)[:, t] + noise[:, t]).log_softmax(-1)
+            batch["completion_ids"][:, t] = torch.multinomial(mu.exp(), 1, generator=generator)[:, 0]
+        mu = (full_logps(model, batch) + noise).log_softmax(-1)
+    sampled = batch["completion_ids"]
+    top = mu.topk(K).indices
+    repeats = top == sampled[..., None]
+    ids = torch.cat([sampled[..., None], top.masked_fill(repeats, -1)], -1)
+    batch["behavior_topk_ids"] = ids.int()
+    batch["behavior_topk_logps"] = mu.gather(-1, ids.clamp(min=0))
+    batch["sampling_per_token_logps"] = batch["behavior_topk_logps"][..., 0].clone()
+    return batch, mu
+
+
+def reference_keep(model, batch, mu, *, divergence="kl", direction="predictive", threshold):
+    """The mask, token by token: autograd on the divergence over {top K, sampled, rest} of full logits, in float64."""
+    with torch.no_grad():
+        log_pi = full_logps(model, batch).double()
+    keep = torch.ones(B, T, dtype=torch.bool)
+    for b in range(B):
+        for t in range(T):
+            advantage = batch["advantages"][b].item()
+            sampled = batch["completion_ids"][b, t]
+            head = sorted({i.item() for i in batch["behavior_topk_ids"][b, t] if i >= 0})
+            z = log_pi[b, t].clone().requires_grad_()
+            pi, m = z.softmax(-1), mu[b, t].double().exp()
+            merge = lambda p: torch.cat([p[head], 1 - p[head].sum()[None]])  # noqa: E731
+            p, q = merge(m), merge(pi)
+            value = {
+                "kl": lambda: (p * (p / q).log()).sum(),
+                "reverse_kl": lambda: (q * (q / p).log()).sum(),
+                "tv": lambda: (p - q).abs().sum() / 2,
+            }[divergence]()
+            (gradient,) = torch.autograd.grad(value, z)
+            step = -pi.detach()
+            step[sampled] += 1
+            change = {
+                "predictive": (gradient * step).sum(),
+                "ratio": pi[sampled].detach() - m[sampled],
+            }[direction]
+            keep[b, t] = not (value.item() > threshold and advantage * change.item() > 0)
+    return keep
+
+
+def reference_loss(model, batch, keep, loss_type, ratio_max, accumulation, steps_per_generation):
+    """M * min(r, C) * A * log pi with the weight detached, normalised as each loss type's paper has it."""
+    logps = full_logps(model, batch).gather(-1, batch["completion_ids"][..., None])[..., 0]
+    ratio = (logps - batch["behavior_topk_logps"][..., 0]).exp().detach()
+    weight = keep * ratio.clamp(max=ratio_max or math.inf) * batch["advantages"][:, None]
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    per_token = -weight * logps * mask
+    if loss_type == "grpo":
+        return (per_token.sum(1) / mask.sum(1)).mean() / accumulation
+    if loss_type == "bnpo":
+        return per_token.sum() / mask.sum() / accumulation
+    if loss_type == "dr_grpo":
+        return per_token.sum() / (B * T) / accumulation
+    items_per_window = batch["num_items_in_batch"] * accumulation / steps_per_generation
+    return per_token.sum() / items_per_window  # dapo, cispo
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None]).double()
+
+
+def trainer_gradients(trainer, batch, pdm=True):
+    """Gradients of the trainer's own loss on `batch`; of stock, against the same behaviour policy."""
+    batch = dict(batch)
+    if not pdm:
+        batch["old_per_token_logps"] = batch["behavior_topk_logps"][..., 0]
+        batch = {name: value for name, value in batch.items() if not name.startswith("behavior_")}
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    loss = trainer.compute_loss(trainer.model, batch)
+    return loss.detach(), gradients(trainer.model, loss)
+
+
+def assert_same(actual, expected, relative):
+    assert (actual - expected).norm() <= relative * expected.norm(), (actual - expected).norm() / expected.norm()
+    assert expected.norm() > 0
+
+
+@pytest.mark.parametrize(
+    "loss_type, direction, divergence, threshold, ratio_max",
+    [
+        *((loss_type, direction, "kl", 0.15, 20.0) for loss_type in CLIPPED for direction in ("predictive", "ratio")),
+        ("grpo", "predictive", "kl", 0.03, 1.2),
+        ("dapo", "predictive", "tv", 0.1, None),
+        ("bnpo", "predictive", "reverse_kl", 0.1, 20),
+    ],
+)
+def test_loss_and_gradients_equal_full_logits(tmp_path, loss_type, direction, divergence, threshold, ratio_max):
+    trainer = make_trainer(
+        tmp_path,
+        loss_type=loss_type,
+        direction=direction,
+        divergence=divergence,
+        divergence_threshold=threshold,
+        importance_ratio_max=ratio_max,
+    )
+    batch, mu = make_batch(trainer.model)
+    keep = reference_keep(
+        trainer.model, batch, mu, divergence=divergence, direction=direction, threshold=threshold
+    )
+    scored = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert 0 < (~keep & scored).sum() < scored.sum(), "the batch must have masked tokens and others"
+    loss, actual = trainer_gradients(trainer, batch)
+    expected = reference_loss(trainer.model, batch, keep, loss_type, ratio_max, 2, 2)
+    assert_same(actual, gradients(trainer.model, expected), 1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 6, 12])
+def test_any_top_k(tmp_path, top_k, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.K", top_k)
+    trainer = make_trainer(tmp_path, divergence_top_k=top_k, divergence_threshold=0.05, loss_type="grpo")
+    batch, mu = make_batch(trainer.model)
+    keep = reference_keep(trainer.model, batch, mu, threshold=0.05)
+    _, actual = trainer_gradients(trainer, batch)
+    assert_same(actual, gradients(trainer.model, reference_loss(trainer.model, batch, keep, "grpo", 20, 2, 2)), 1e-5)
+
+
+def test_thresholds_by_advantage_sign(tmp_path):
+    trainer = make_trainer(tmp_path, divergence_threshold=1e-6, divergence_threshold_high=100.0, loss_type="grpo")
+    batch, mu = make_batch(trainer.model)
+    keep = reference_keep(trainer.model, batch, mu, threshold=1e-6) | (batch["advantages"][:, None] > 0)
+    _, actual = trainer_gradients(trainer, batch)
+    assert_same(actual, gradients(trainer.model, reference_loss(trainer.model, batch, keep, "grpo", 20, 2, 2)), 1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_ratio_proximity_and_direction_are_grpo(tmp_path, loss_type):
+    clip = dict(loss_type=loss_type, epsilon=0.1, epsilon_high=0.25)
+    ours = make_trainer(tmp_path / "a", proximity="ratio", direction="ratio", importance_ratio_max=None, **clip)
+    stock = make_trainer(tmp_path / "b", GRPOTrainer, **clip)
+    batch, _ = make_batch(ours.model)
+    _, actual = trainer_gradients(ours, batch)
+    _, expected = trainer_gradients(stock, batch, pdm=False)
+    assert_same(actual, expected, 1e-6)
+    _, unclipped = trainer_gradients(make_trainer(tmp_path / "c", GRPOTrainer, **clip | {"epsilon": 1e6}), batch, False)
+    assert (unclipped - expected).norm() > 0.01 * expected.norm(), "clipping must act on this batch"
+
+
+@pytest.mark.parametrize("shape", SHAPED, ids=lambda shape: "-".join(map(str, shape.values())))
+def test_shaped_losses_are_stocks_times_the_mask(tmp_path, shape):
+    stock = make_trainer(tmp_path / "stock", GRPOTrainer, **shape)
+    wide = make_trainer(tmp_path / "wide", divergence_threshold=1e6, **shape)
+    batch, mu = make_batch(stock.model, drift=0.3)
+    _, expected = trainer_gradients(stock, batch, pdm=False)
+    assert_same(trainer_gradients(wide, batch)[1], expected, 1e-6)
+
+    narrow = make_trainer(tmp_path / "narrow", divergence_threshold=0.01, **shape)
+    keep = reference_keep(stock.model, batch, mu, threshold=0.01)
+    # Stock takes token-level advantages from subclasses: zero ones are what a masked token is
+    masked = {**batch, "advantages": batch["advantages"][:, None] * keep}
+    _, expected_masked = trainer_gradients(stock, masked, pdm=False)
+    assert_same(trainer_gradients(narrow, batch)[1], expected_masked, 1e-6)
+    assert (expected_masked - expected).norm() > 0.01 * expected.norm(), "the mask must act on this batch"
+
+
+def test_every_token_masked_gives_zero_gradient(tmp_path):
+    trainer = make_trainer(tmp_path, divergence_threshold=1e-9, loss_type="grpo")
+    batch, mu = make_batch(trainer.model)
+    # Advantages that push every token outwards, as far as the reference can tell
+    up = reference_keep(trainer.model, {**batch, "advantages": torch.ones(B)}, mu, threshold=1e-9)
+    batch["advantages"] = torch.where(up, -1.0, 1.0)
+    loss, actual = trainer_gradients(trainer, batch)
+    assert actual.norm() == 0 and loss == 0
+
+
+OPTIONS = {
+    "kl_to_reference": {"beta": 0.5},
+    "bias_corrected_kl": {"beta": 0.5, "use_bias_correction_kl": True},
+    "off_policy_sequence_mask": {"off_policy_mask_threshold": 0.01},
+    "entropy_bonus": {"entropy_coef": 0.3},
+    "adaptive_entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.3, "entropy_target": 10.0},
+    "entropy_mask": {"top_entropy_quantile": 0.4},
+    "moe_auxiliary_loss": {"router_aux_loss_coef": 0.5},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_grpo_options_act_as_in_stock(tmp_path, option):
+    options = OPTIONS[option]
+    moe = option == "moe_auxiliary_loss"
+    common = dict(loss_type="dapo", moe=moe)
+    ours = make_trainer(tmp_path / "a", divergence_threshold=1e6, importance_ratio_max=None, **common, **options)
+    stock = make_trainer(tmp_path / "b", GRPOTrainer, epsilon=1e6, **common, **options)
+    plain = make_trainer(
+        tmp_path / "c", GRPOTrainer, epsilon=1e6, **common, **({"router_aux_loss_coef": 0.0} if moe else {})
+    )
+    for trainer in (ours, stock):
+        trainer._last_world_entropy = 0.0  # the adaptive bonus waits for a first measurement
+    batch, _ = make_batch(ours.model)
+    batch["ref_per_token_logps"] = batch["behavior_topk_logps"][..., 0] - 0.5
+    _, actual = trainer_gradients(ours, batch)
+    _, expected = trainer_gradients(stock, batch, pdm=False)
+    assert_same(actual, expected, 1e-6)
+    _, without = trainer_gradients(plain, batch, pdm=False)
+    assert (without - expected).norm() > 1e-3 * expected.norm(), "the option must act on this batch"
+
+
+def test_unscored_tokens_are_kept_with_ratio_one(tmp_path):
+    trainer = make_trainer(tmp_path, divergence_threshold=1e-9, loss_type="grpo")
+    batch, mu = make_batch(trainer.model)
+    unscored = torch.zeros(B, T, dtype=torch.bool)
+    unscored[0, 1] = unscored[2, 3] = True
+    batch["behavior_topk_logps"][..., 0][unscored] = math.nan
+    keep = reference_keep(trainer.model, batch, mu, threshold=1e-9) | unscored
+    with torch.no_grad():
+        own = full_logps(trainer.model, batch).gather(-1, batch["completion_ids"][..., None])[..., 0]
+    known = {**batch, "behavior_topk_logps": batch["behavior_topk_logps"].clone()}
+    known["behavior_topk_logps"][..., 0][unscored] = own[unscored]
+    expected = gradients(trainer.model, reference_loss(trainer.model, known, keep, "grpo", 20, 2, 2))
+    assert_same(trainer_gradients(trainer, batch)[1], expected, 1e-5)
+    logs = {}
+    trainer.log(logs)
+    assert logs["trust_region/unscored"] == pytest.approx(2 / 17)
+
+
+def test_metrics_equal_a_count_by_hand(tmp_path):
+    trainer = make_trainer(tmp_path, divergence_threshold=0.1, importance_ratio_max=1.3)
+    totals = dict.fromkeys(["outside", "masked", "positive", "negative", "disagree", "divergence", "ratio", "cut"], 0.0)
+    count, mass_behavior, mass_policy, divergences, ratios = 0, 0.0, 0.0, [], []
+    for seed in (0, 1):  # two micro-batches of different length are weighted by their tokens
+        batch, mu = make_batch(trainer.model, seed=seed)
+        if seed:
+            batch["completion_mask"][:, 3:] = 0
+        trainer_gradients(trainer, batch)
+        keep = reference_keep(trainer.model, batch, mu, threshold=0.1)
+        inside = reference_keep(trainer.model, {**batch, "advantages": torch.ones(B)}, mu, threshold=0.1)
+        inside &= reference_keep(trainer.model, {**batch, "advantages": -torch.ones(B)}, mu, threshold=0.1)
+        by_ratio = reference_keep(trainer.model, batch, mu, threshold=0.1, direction="ratio")
+        with torch.no_grad():
+            pi = full_logps(trainer.model, batch).double().exp()
+        for b, t in (batch["completion_mask"] * batch["tool_mask"]).nonzero().tolist():
+            head = sorted({i.item() for i in batch["behavior_topk_ids"][b, t] if i >= 0})
+            p, q = mu[b, t].double().exp()[head], pi[b, t][head]
+            p_rest, q_rest = 1 - p.sum(), 1 - q.sum()
+            divergences.append(((p * (p / q).log()).sum() + p_rest * (p_rest / q_rest).log()).item())
+            sampled = batch["completion_ids"][b, t]
+            ratios.append((pi[b, t, sampled] / mu[b, t, sampled].double().exp()).item())
+            count += 1
+            totals["outside"] += not inside[b, t]
+            totals["masked"] += not keep[b, t]
+            totals["positive"] += not keep[b, t] and batch["advantages"][b].item() > 0
+            totals["negative"] += not keep[b, t] and batch["advantages"][b].item() < 0
+            totals["disagree"] += (not inside[b, t]) and keep[b, t].item() != by_ratio[b, t].item()
+            totals["cut"] += ratios[-1] > 1.3
+            mass_behavior += p.sum().item()
+            mass_policy += q.sum().item()
+    logs = {}
+    trainer.log(logs)
+    assert 0 < totals["masked"] < totals["outside"] < count and totals["disagree"] and totals["cut"]
+    expected = {
+        "trust_region/outside": totals["outside"] / count,
+        "trust_region/masked": totals["masked"] / count,
+        "trust_region/masked_positive": totals["positive"] / count,
+        "trust_region/masked_negative": totals["negative"] / count,
+        "trust_region/direction_disagreement": totals["disagree"] / totals["outside"],
+        "trust_region/divergence_mean": sum(divergences) / count,
+        "trust_region/divergence_max": max(divergences),
+        "trust_region/topk_mass_behavior": mass_behavior / count,
+        "trust_region/topk_mass_policy": mass_policy / count,
+        "trust_region/unscored": 0.0,
+        "importance_ratio/mean": sum(ratios) / count,
+        "importance_ratio/max": max(ratios),
+        "importance_ratio/truncated": totals["cut"] / count,
+    }
+    assert {name: logs[name] for name in expected} == pytest.approx(expected, rel=1e-4)
