@@ -116,8 +116,8 @@ class _Head:
             hidden = self.hidden[t : t + TOKENS_AT_ONCE].to(self.dtype)
             # The best so far are merged tile by tile: a tile's logits are held in the compute dtype and in float32, and
             # the hidden states and the tile's rows of the head once more where theirs is not the compute dtype.
-            free = CHUNK_BYTES - len(hidden) * self._cast_bytes(self.hidden)
-            tile_width = max(1, free // (len(hidden) * (self.dtype.itemsize + 12) + self._cast_bytes(self.weight)))
+            free = CHUNK_BYTES - len(hidden) * (self._cast_bytes(self.hidden) + 32 * k)
+            tile_width = max(k, free // (len(hidden) * (self.dtype.itemsize + 12) + self._cast_bytes(self.weight)))
             best = torch.empty(len(hidden), 0, device=device)
             best_ids = torch.empty(len(hidden), 0, dtype=torch.long, device=device)
             for v in range(0, vocab, tile_width):
