@@ -25,20 +25,9 @@ from trl_pdm._hooks import SUPPORTED_TRL, TRLCompatibilityError
 from trl_pdm.topk_head import topk_head
 
 
-VOCAB, HIDDEN = 97, 32
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+VOCAB = 97
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+SIZES.update(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=2)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 # The config, the spread of the LM head's weights, and what stands between its projection and the logits
 MODELS = {
@@ -58,10 +47,10 @@ P, T, B = max(PROMPT_LENGTHS), max(COMPLETION_LENGTHS), len(PROMPT_LENGTHS)
 EXACT = {"atol": 1e-5, "rtol": 2e-6}
 
 
-def build(name: str = "llama", **changes) -> torch.nn.Module:
+def build(name: str = "llama") -> torch.nn.Module:
     config_class, options, spread, _ = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**{**SIZES, **options, **changes})
+    config = getattr(transformers, config_class)(**SIZES, **options)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         head = model.get_output_embeddings()
@@ -105,13 +94,13 @@ def layout(request, monkeypatch) -> str:
     return request.param
 
 
-def log_softmax_of_logits(model, batch: Batch, temperature: float = 1.0) -> Tensor:
+def log_softmax_of_logits(model, batch: Batch, temperature: float = 0.7) -> Tensor:
     with torch.no_grad():
         logits = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
     return (logits[:, -T - 1 : -1].float() / temperature).log_softmax(-1)
 
 
-def fuse(model, temperature: float = 1.0, **kwargs):
+def fuse(model, temperature: float = 0.7, **kwargs):
     trl_utils.add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"), **kwargs)
     return model
 
@@ -138,12 +127,11 @@ def candidates(batch: Batch, expected: Tensor, k: int = 12) -> Tensor:
     return ids.where(torch.rand(ids.shape, generator=generator) > 0.2, -1).int()
 
 
-def check(scores, ids: Tensor, batch: Batch, expected: Tensor, layout: str = "every position", **tolerance) -> None:
+def check(scores, ids: Tensor, batch: Batch, expected: Tensor, layout: str, **tolerance) -> None:
     valid = batch.mask[..., None] & (ids >= 0)
     valid[..., 0] = batch.mask
     tokens = torch.cat([batch.sampled[..., None], ids[..., 1:]], -1).long().clamp(min=0)
-    assert scores.logps.dtype == torch.float32 and not scores.logps.requires_grad
-    assert scores.logps.isfinite().all()
+    assert scores.logps.dtype == torch.float32 and not scores.logps.requires_grad and scores.logps.isfinite().all()
     assert_close(scores.logps[valid], expected.gather(-1, tokens)[valid], **(tolerance or EXACT))
     assert torch.equal(scores.ids[batch.mask], ids[batch.mask])
     assert (scores.ids[~batch.mask] == -1).all() == (layout == "labelled positions")
@@ -156,7 +144,7 @@ def check(scores, ids: Tensor, batch: Batch, expected: Tensor, layout: str = "ev
 def check_top_k(scores, k: int, batch: Batch, expected: Tensor) -> None:
     mask, ids, logps = batch.mask, scores.ids[batch.mask].long(), scores.logps[batch.mask]
     expected, sampled, top = expected[mask], batch.sampled[mask][:, None], ids[:, 1:]
-    assert scores.ids.shape == scores.logps.shape == (B, T, k + 1)
+    assert scores.ids.shape == scores.logps.shape == (B, T, k + 1) and scores.sum_sq is None
     assert torch.equal(ids[:, :1], sampled)
     # In order of probability, whatever the order of ties; a slot is empty instead of the sampled token a second time
     assert (top != sampled).all()
@@ -166,16 +154,18 @@ def check_top_k(scores, k: int, batch: Batch, expected: Tensor) -> None:
     assert_close(logps[ids >= 0], expected.gather(1, ids.clamp(min=0))[ids >= 0], **EXACT)
 
 
+def check_both(model, batch: Batch, expected: Tensor, layout: str, batch_size: int | None = 2) -> None:
+    ids = candidates(batch, expected)
+    check(score(model, batch, batch_size, ids=ids, with_sum_sq=True), ids, batch, expected, layout)
+    check_top_k(score(model, batch, batch_size, top_k=9), 9, batch, expected)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_are_the_log_softmax_of_the_full_logits(name, temperature, layout, batch):
     model = build(name)
     expected = log_softmax_of_logits(model, batch, temperature)
-    ids = candidates(batch, expected)
-    fuse(model, temperature)
-    check(score(model, batch, 2, ids=ids, with_sum_sq=True), ids, batch, expected, layout)
-    check_top_k(score(model, batch, 2, top_k=9), 9, batch, expected)
-    assert score(model, batch, ids=ids).sum_sq is None
+    check_both(fuse(model, temperature), batch, expected, layout)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -196,11 +186,8 @@ def test_the_models_put_the_heads_to_the_test(name, batch):
 @pytest.mark.parametrize("batch_size", [None, 1, 2, 5, 8])
 def test_rows_in_batches_of_any_size(batch_size, layout, batch):
     model = build()
-    expected = log_softmax_of_logits(model, batch, 0.7)
-    ids = candidates(batch, expected)
-    fuse(model, 0.7)
-    check(score(model, batch, batch_size, ids=ids, with_sum_sq=True), ids, batch, expected, layout)
-    check_top_k(score(model, batch, batch_size, top_k=5), 5, batch, expected)
+    expected = log_softmax_of_logits(model, batch)
+    check_both(fuse(model), batch, expected, layout, batch_size)
 
 
 def test_no_token_to_score(layout, batch):
@@ -217,22 +204,19 @@ def test_no_token_to_score(layout, batch):
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16(name, layout, batch):
     model = build(name).bfloat16()
-    expected = log_softmax_of_logits(model, batch, 0.7)
+    expected = log_softmax_of_logits(model, batch)
     ids = candidates(batch, expected)
-    # The logits of both are rounded to bfloat16, once: Gemma2 rounds the soft-capped ones again, Phi not before the bias
+    # Both round the logits to bfloat16, and only Gemma2 does so again after soft-capping, only TRL before the bias, too
     tolerance = {"atol": 0.15, "rtol": 0} if name in ("gemma2", "phi") else EXACT
-    check(score(fuse(model, 0.7), batch, ids=ids), ids, batch, expected, layout, **tolerance)
+    check(score(fuse(model), batch, ids=ids), ids, batch, expected, layout, **tolerance)
 
 
 def test_autocast(layout, batch):
     model = build()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = log_softmax_of_logits(model, batch, 0.7)
-        ids = candidates(batch, expected)
-        fuse(model, 0.7)
-        check(score(model, batch, 2, ids=ids, with_sum_sq=True), ids, batch, expected, layout)
-        check_top_k(score(model, batch, 2, top_k=9), 9, batch, expected)
-    assert (log_softmax_of_logits(model, batch, 0.7) - expected).abs().max() > 0.01  # the rounding is seen
+        expected = log_softmax_of_logits(model, batch)
+        check_both(fuse(model), batch, expected, layout)
+    assert (log_softmax_of_logits(model, batch) - expected).abs().max() > 0.01  # the rounding is seen
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -240,29 +224,26 @@ def test_lm_head_in_float32(autocast, layout, batch):
     model = build().bfloat16()
     upcast = copy.deepcopy(model)
     upcast.lm_head.float().register_forward_pre_hook(lambda head, args: (args[0].float(),))
-    expected = log_softmax_of_logits(upcast, batch, 0.7)
-    ids = candidates(batch, expected)
-    fuse(model, 0.7, cast_lm_head_to_fp32=True)
+    expected = log_softmax_of_logits(upcast, batch)
+    fuse(model, cast_lm_head_to_fp32=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        check(score(model, batch, 2, ids=ids, with_sum_sq=True), ids, batch, expected, layout)
-        check_top_k(score(model, batch, 2, top_k=9), 9, batch, expected)
+        check_both(model, batch, expected, layout)
 
 
 def test_peft(layout, batch):
-    model = fuse(build("qwen3"), 0.7)
+    model = fuse(build("qwen3"))
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, config)
-    expected = log_softmax_of_logits(wrapped, batch, 0.7)
+    expected = log_softmax_of_logits(wrapped, batch)
     with wrapped.disable_adapter():
-        assert (log_softmax_of_logits(wrapped, batch, 0.7) - expected).abs().max() > 0.1
-    ids = candidates(batch, expected)
-    check(score(wrapped, batch, 2, ids=ids), ids, batch, expected, layout)
+        assert (log_softmax_of_logits(wrapped, batch) - expected).abs().max() > 0.1
+    check_both(wrapped, batch, expected, layout)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi"])
 def test_gradients_are_those_without_the_scores(name, checkpointing, layout, batch):
-    model = fuse(build(name), 0.7).train()
+    model = fuse(build(name)).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(0, VOCAB, (B, T, 5))
@@ -285,9 +266,7 @@ def chunks(monkeypatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(module, "TOKENS_AT_ONCE", 4)
     monkeypatch.setattr(module, "CHUNK_BYTES", 4000)
     shapes, transform = [], module._Head.transform
-    monkeypatch.setattr(
-        module._Head, "transform", lambda self, z: (shapes.append(tuple(z.shape)), transform(self, z))[1]
-    )
+    monkeypatch.setattr(module._Head, "transform", lambda self, z: shapes.append(z.shape) or transform(self, z))
     return shapes
 
 
@@ -295,8 +274,8 @@ def chunks(monkeypatch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("name", ["gemma2", "phi"])
 def test_top_k_over_chunks_of_tokens_and_of_the_vocabulary(name, k, layout, batch, chunks):
     model = build(name)
-    expected = log_softmax_of_logits(model, batch, 0.7)
-    check_top_k(score(fuse(model, 0.7), batch, 3, top_k=k), k, batch, expected)
+    expected = log_softmax_of_logits(model, batch)
+    check_top_k(score(fuse(model), batch, 3, top_k=k), k, batch, expected)
     tiles = [width for tokens, width in chunks if tokens == 4]
     assert min(tiles) < max(tiles) < VOCAB or k == VOCAB
 
@@ -306,9 +285,9 @@ def test_top_k_over_chunks_of_tokens_and_of_the_vocabulary(name, k, layout, batc
 def test_candidates_in_chunks_of_tokens_and_of_slots(name, budget, layout, batch, chunks, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", budget)
     model = build(name)
-    expected = log_softmax_of_logits(model, batch, 0.7)
+    expected = log_softmax_of_logits(model, batch)
     ids = candidates(batch, expected)
-    check(score(fuse(model, 0.7), batch, 3, ids=ids), ids, batch, expected, layout)
+    check(score(fuse(model), batch, 3, ids=ids), ids, batch, expected, layout)
     tokens, slots = map(max, zip(*chunks, strict=True))
     assert {1: tokens == slots == 1, 900: tokens == 1 < slots < 13, 4000: 1 < tokens < 7 and slots == 13}[budget]
 
@@ -348,7 +327,6 @@ def test_memory_of_top_k(tokens, head, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 2**20)
     scorer, targets = head(tokens, 256, 20_001), torch.zeros(tokens, dtype=torch.long)
     peak = peak_memory(lambda: scorer.top(20, targets), tmp_path / "trace.json")
-    print(peak, 4 * 2**20 + tokens * 21 * 8)
     assert peak < 4 * 2**20 + tokens * 21 * 8  # the copy of the head in another dtype, or the logits, take more
 
 
@@ -359,15 +337,13 @@ def score_sharded(rank: int, store: str, batch: Batch) -> None:
     for name in ("llama", "phi"):
         for own_group in (True, False):  # in the root's group, the head is whole again during the model's forward
             model = build(name)
-            expected = log_softmax_of_logits(model, batch, 0.7)
-            ids = candidates(batch, expected)
-            fuse(model, 0.7)
+            expected = log_softmax_of_logits(model, batch)
+            fuse(model)
             if own_group:
                 fully_shard(model.get_output_embeddings(), mesh=mesh)
             fully_shard(model, mesh=mesh)
             assert isinstance(model.get_output_embeddings().weight, DTensor)
-            check(score(model, batch, 2, ids=ids, with_sum_sq=True), ids, batch, expected)
-            check_top_k(score(model, batch, 2, top_k=9), 9, batch, expected)
+            check_both(model, batch, expected, "every position")
     torch.distributed.destroy_process_group()
 
 
@@ -376,39 +352,29 @@ def test_a_sharded_lm_head(batch, tmp_path):
     torch.multiprocessing.spawn(score_sharded, (str(tmp_path / "store"), batch), nprocs=2)
 
 
-def test_error_without_the_kernel(batch, monkeypatch):
-    monkeypatch.delattr(trl_utils, "_ChunkedLogProbFunction")
-    with pytest.raises(TRLCompatibilityError, match="_ChunkedLogProbFunction") as caught, topk_head(*batch[1:], T):
-        pass
-    assert f"TRL {trl.__version__} " in str(caught.value) and f"trl{SUPPORTED_TRL}" in str(caught.value)
-
-
-def test_error_with_other_arguments(batch, monkeypatch):
-    class Renamed(trl_utils._ChunkedLogProbFunction):
+@pytest.mark.parametrize("found", [None, "inverse_temperature"])
+def test_error_without_the_kernel_as_trl_1_16_has_it(found, batch, monkeypatch):
+    class Other(trl_utils._ChunkedLogProbFunction):
         @staticmethod
         def forward(ctx, hidden, weight, bias, targets, inverse_temperature, chunk_size, softcap, scale, outputs):
-            raise AssertionError
+            raise AssertionError("the kernel was called all the same")
 
-    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Renamed)
-    with pytest.raises(TRLCompatibilityError, match="inverse_temperature") as caught:
-        score(fuse(build()), batch, top_k=3)
+    model = fuse(build())
+    if found:
+        monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Other)
+    else:
+        monkeypatch.delattr(trl_utils, "_ChunkedLogProbFunction")
+    with pytest.raises(TRLCompatibilityError, match=found or "_ChunkedLogProbFunction") as caught:
+        score(model, batch, top_k=3)
     assert f"TRL {trl.__version__} " in str(caught.value) and f"trl{SUPPORTED_TRL}" in str(caught.value)
 
 
 def test_error_where_not_every_row_passes_through_the_kernel(batch):
-    model, first = fuse(build()), Batch(batch.input_ids[:2], batch.attention_mask[:2])
+    kernel, model, first = trl_utils._ChunkedLogProbFunction, fuse(build()), Batch(*(x[:2] for x in batch))
     for forward in (lambda: log_softmax_of_logits(model, batch), lambda: trl_score(model, first, 1)):
-        with (
-            pytest.raises(TRLCompatibilityError, match="did not score"),
-            topk_head(batch.attention_mask, T, 1, top_k=3),
-        ):
+        context = topk_head(batch.attention_mask, T, 1, top_k=3)
+        with pytest.raises(TRLCompatibilityError, match="did not score"), context:
             forward()
-
-
-def test_trl_is_left_as_it_was(batch):
-    kernel, model = trl_utils._ChunkedLogProbFunction, fuse(build())
-    score(model, batch, top_k=3)
-    assert trl_utils._ChunkedLogProbFunction is kernel
     with pytest.raises(ZeroDivisionError), topk_head(batch.attention_mask, T, top_k=3):
-        raise ZeroDivisionError
+        raise ZeroDivisionError  # and no other error
     assert trl_utils._ChunkedLogProbFunction is kernel

@@ -259,6 +259,36 @@ def test_with_the_whole_vocabulary_the_estimators_agree(token, name):
         assert result.divergence.item() == results[0].divergence.item()
 
 
+def test_a_head_of_the_whole_vocabulary_has_no_rest_even_if_its_masses_fall_short():
+    behavior, policy = torch.tensor([0.5, 0.48]), torch.tensor([0.3, 0.69])
+    inputs = {
+        "behavior_logps": behavior.log(),
+        "policy_logps": policy.log(),
+        "valid": torch.tensor([True, True]),
+        "policy_sum_sq": torch.tensor(0.6),
+        "vocab_size": 2,
+        "advantages": torch.tensor(1.0),
+    }
+    for name, expected in {
+        "kl": 0.5 * math.log(0.5 / 0.3) + 0.48 * math.log(0.48 / 0.69),
+        "reverse_kl": 0.3 * math.log(0.3 / 0.5) + 0.69 * math.log(0.69 / 0.48),
+        "tv": (0.2 + 0.21) / 2,
+    }.items():
+        results = [call(inputs, divergence=name, tail_estimator=estimator) for estimator in TAIL_ESTIMATORS]
+        assert all(result.divergence.item() == pytest.approx(expected, abs=1e-6) for result in results)
+        assert len({result.predicted_change.item() for result in results}) == 1
+
+
+@pytest.mark.parametrize("estimator", ["uniform", "aggregated"])
+def test_only_the_exact_estimator_needs_the_sum_of_squares(estimator):
+    for case in CASES:
+        inputs = make_inputs(case["behavior_logits"], case["policy_logits"], case["sampled"], case["top_ids"])
+        inputs["policy_sum_sq"] = None
+        result = call(inputs, tail_estimator=estimator)
+        expected = case["expected"]["kl"]["predicted_change"][estimator]
+        assert result.predicted_change.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
 def reference_keep(result, log_ratio, advantage, choices, low, high):
     _, _, proximity, direction, _ = choices
     if proximity == "divergence":

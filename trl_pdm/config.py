@@ -20,6 +20,7 @@ _CHOICES = {
     "proximity": tuple(PROXIMITIES),
     "direction": tuple(DIRECTIONS),
     "tail_estimator": tuple(TAIL_ESTIMATORS),
+    "sampling_support": ("full", "replay"),
     "vllm_weight_sync": WEIGHT_SYNCS,
 }
 
@@ -85,6 +86,17 @@ class PDMGRPOConfig(GRPOConfig):
 
         > Parameters that control vLLM
 
+        sampling_support (`str`, *optional*, defaults to `"full"`):
+            Tokens over which the training policy is normalised when vLLM samples with `top_p`, `top_k` or `min_p`, which
+            renormalise the behaviour policy over the tokens that survive: `"full"`, the whole vocabulary, so that ratio
+            and divergence carry the logarithm of the surviving probability, or `"replay"`, the same surviving tokens
+            wherever the top K contains them all.
+        sync_check_steps (`int`, *optional*, defaults to `50`):
+            Compare the logprobs that vLLM sampled with the training policy's, on the same weights, after the first sync
+            and then every so many steps. `0` disables the check.
+        sync_check_threshold (`float`, *optional*, defaults to `0.5`):
+            Mean absolute difference of logprobs, in nats, at which the check stops the run: only wrong weights explain
+            it.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             How updated weights reach vLLM: `"full"` (all of them, an adapter merged), `"adapter"` (a colocated engine
             serves the base and the live LoRA adapter, and only the adapter moves) or `"auto"` (`"adapter"` where vLLM
@@ -160,6 +172,30 @@ class PDMGRPOConfig(GRPOConfig):
             "help": "Upper bound of the importance ratio's weight in the loss. `None` disables the truncation."
         },
     )
+    sampling_support: str = field(
+        default="full",
+        metadata={
+            "help": "Tokens over which the training policy is normalised when vLLM samples with `top_p`, `top_k` or "
+            "`min_p`, which renormalise the behaviour policy over the tokens that survive: 'full', the whole "
+            "vocabulary, so that ratio and divergence carry the logarithm of the surviving probability, or 'replay', "
+            "the same surviving tokens wherever the top K contains them all.",
+            "choices": ["full", "replay"],
+        },
+    )
+    sync_check_steps: int = field(
+        default=50,
+        metadata={
+            "help": "Compare the logprobs that vLLM sampled with the training policy's, on the same weights, after the "
+            "first sync and then every so many steps. `0` disables the check."
+        },
+    )
+    sync_check_threshold: float = field(
+        default=0.5,
+        metadata={
+            "help": "Mean absolute difference of logprobs, in nats, at which the check stops the run: only wrong "
+            "weights explain it."
+        },
+    )
     vllm_weight_sync: str = field(
         default="auto",
         metadata={
@@ -221,6 +257,12 @@ class PDMGRPOConfig(GRPOConfig):
             is_positive(self.importance_ratio_max) and self.importance_ratio_max >= 1
         ):
             refuse("importance_ratio_max", "a finite number of at least 1, or `None` for no truncation")
+        if self.sampling_support == "replay" and not self.use_vllm:
+            refuse("sampling_support", '"full" without `use_vllm`, which alone reports the tokens that survive')
+        if not isinstance(self.sync_check_steps, int) or self.sync_check_steps < 0:
+            refuse("sync_check_steps", "a number of steps, or 0 for no check")
+        if not is_positive(self.sync_check_threshold):
+            refuse("sync_check_threshold", "a positive, finite number of nats (0.5 is a good start)")
         if not isinstance(self.divergence_top_k, int) or self.divergence_top_k < 1:
             refuse("divergence_top_k", "an integer of at least 1 (20 is a good start)")
         if self.vllm_importance_sampling_correction:

@@ -89,6 +89,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._loss_inputs: dict[str, Any] | None = None  # the batch in `compute_loss`, until its forward has run
         self._behavior_logprobs: Any = None  # the last rollout's, one float per token
         self._skip_scoring = False
+        self._last_check: int | None = None  # step of the last comparison with the engine
         self._token_statistics: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
         def vllm_generation(**vllm_kwargs):
@@ -262,11 +263,13 @@ class PDMGRPOTrainer(GRPOTrainer):
             threshold_low=threshold_low,
             threshold_high=threshold_low if threshold_high is None else threshold_high,
         )
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         statistics = trust_region.summarize(
-            assessment, behavior_logps, scores.logps, valid, advantages, mask.bool(), args.importance_ratio_max
+            assessment, behavior_logps, scores.logps, valid, advantages, mask, args.importance_ratio_max
         )
         self._record(*statistics)
+        if self._sync_check_is_due():
+            self._check_sync(behavior_logps[..., 0] - scores.logps[..., 0], mask)
 
         sampled, policy = behavior_logps[..., 0], scores.logps[..., 0]
         old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1
@@ -278,6 +281,34 @@ class PDMGRPOTrainer(GRPOTrainer):
             "old_per_token_logps": old,
             "sampling_per_token_logps": sampled,
         }
+
+    # ---- Self-check: on the same weights, vLLM and the trainer give a token the same probability
+
+    def _sync_check_is_due(self) -> bool:
+        step, every = self.state.global_step, self.args.sync_check_steps
+        if not (self.use_vllm and self.model.training and every) or self.rollout_func is not None:
+            return False
+        if step != self._last_loaded_step or (self._last_check is not None and step < self._last_check + every):
+            return False
+        self._last_check = step
+        return True
+
+    def _check_sync(self, difference: Tensor, mask: Tensor) -> None:
+        known = mask & difference.isfinite()
+        difference = torch.where(known, difference.abs(), 0)
+        local = torch.stack([difference.sum(), known.sum(), difference.max()]).float()
+        gathered = self.accelerator.gather(local[None])
+        total, count, largest = *gathered[:, :2].sum(0).tolist(), gathered[:, 2].max().item()
+        mean = total / max(count, 1)
+        self._metrics["train"]["weight_sync/logp_difference_mean"].append(mean)
+        self._metrics["train"]["weight_sync/logp_difference_max"].append(largest)
+        if mean > self.args.sync_check_threshold and self.vllm_generation.samples_from_the_policy:
+            raise WeightSyncError(
+                f"Right after a weight sync the logprobs that vLLM sampled differ from the training policy's by "
+                f"{mean:.3f} nats on average (largest {largest:.3f}), more than `sync_check_threshold`="
+                f"{self.args.sync_check_threshold}: the engine does not hold the trainer's weights. "
+                f"{self.vllm_generation.suspects()}"
+            )
 
     # ---- Metrics: gathered as tensors in the loss, read when TRL logs
 

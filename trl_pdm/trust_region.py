@@ -27,6 +27,7 @@ from torch import Tensor
 LOGP_FLOOR = -100.0  # nats; keeps every product and difference finite, in float32 too, where mu or pi is 0
 MAX_LOG_RATIO = 80.0  # nats; exp() of it, summed over a batch, is still finite in float32
 MIN_REST_MASS = 1e-12
+SURVIVING_MASS_TOLERANCE = 1e-4  # the sum of K float32 probabilities is far closer to 1 than a tail worth its name
 
 # (mu, pi, log(pi/mu)) -> the terms of D(mu, pi), and pi * h. The product stays bounded where h itself overflows. h is
 # needed up to a constant only, because d sees h - hbar: the constants here make hbar 0 (kl) and D (reverse_kl).
@@ -289,6 +290,26 @@ def summarize(
         {name: value.sum(dtype=dtype) for name, value in sums.items()},
         {name: torch.nn.functional.pad(value.flatten(), (0, 1)).amax() for name, value in maxima.items()},
     )
+
+
+def surviving(behavior_logps: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    The tokens that truncated sampling (top-p, top-k, min-p) has left to the behaviour policy, where all are known.
+
+    Under such sampling the behaviour policy is renormalised over the surviving tokens, so they sum to 1; where the
+    candidates do not, some of the survivors are not among them.
+
+    Args:
+        behavior_logps, valid (`Tensor`):
+            As in [`assess`].
+
+    Returns:
+        `tuple[Tensor, Tensor]`: `survivors` (bool, `"... K+1"`), the candidates of positive probability, and `complete`
+        (bool, `"..."`), whether they are all of them.
+    """
+    survivors = valid & (behavior_logps > -torch.inf)
+    mass = torch.where(survivors, behavior_logps.exp(), 0).sum(-1)
+    return survivors, (mass - 1).abs() < SURVIVING_MASS_TOLERANCE
 
 
 def _has_evidence(behavior_logps: Tensor, policy_logps: Tensor, valid: Tensor) -> Tensor:

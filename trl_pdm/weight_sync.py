@@ -280,6 +280,23 @@ def is_bnb_quantized(model: nn.Module) -> bool:
     return any(get_bnb_param_type(param) for param in model.parameters())
 
 
+_CAST_NOTICES: set[str] = set()
+
+
+def quiet_bitsandbytes() -> None:
+    """Let bitsandbytes say once that it casts inputs to float16, not once a matrix multiplication."""
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_first_cast_notice)
+
+
+def _is_first_cast_notice(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if "inputs will be cast" not in message:
+        return True
+    first = message not in _CAST_NOTICES
+    _CAST_NOTICES.add(message)
+    return first
+
+
 def unquantized_view(model: "PreTrainedModel | PeftModel") -> SimpleNamespace:
     """What TRL reads of a model before it starts an engine, without the layers that would have it start another."""
     modules = [(name, m) for name, m in model.named_modules() if not get_bnb_param_type(getattr(m, "weight", None))]

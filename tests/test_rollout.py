@@ -1,0 +1,564 @@
+"""The behaviour policy's top K on its way from the engine into the trainer's batch.
+
+What must come out is written down in plain Python here, or is the whole vocabulary's log-softmax of the very weights
+that the engine was given.
+"""
+
+import copy
+import gc
+import json
+import logging
+import math
+import os
+import pickle
+import random
+import threading
+import tracemalloc
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl.generation import vllm_generation
+from trl.trainer.utils import pad
+
+from tests import tiny
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from trl_pdm import trainer as trainer_module
+from trl_pdm.rollout import (
+    Candidates,
+    TokenLogprob,
+    TopKVLLMGeneration,
+    collate,
+    fill_in,
+    from_lists,
+    from_vllm_outputs,
+    with_candidates,
+)
+
+
+V = 50
+ENGINE_NOISE = 0.02  # mean, in nats: a bf16 engine against a float32 trainer
+
+
+# ---- Random rollouts, as plain lists
+
+
+def random_token(rng, entries, never_listed=0.3):
+    """A sampled token and the candidates it was sampled among, most probable first: `(id, logprob)` each."""
+    weights = sorted((rng.expovariate(1) + 1e-3 for _ in range(V)), reverse=True)
+    total = sum(weights)
+    ids = rng.sample(range(V), V)
+    ranked = [(i, math.log(w / total)) for i, w in zip(ids, weights, strict=True)]
+    # Any candidate may be the sampled one, or one that is none of them
+    rank = rng.randrange(entries, V) if rng.random() < never_listed else rng.randrange(entries)
+    sampled, top = ranked[rank], ranked[:entries]
+    if rng.random() < 0.1:  # sampling from a nucleus: all but a few have no probability
+        kept = rng.randrange(1, entries + 1)
+        top = [(i, lp if n < kept else -math.inf) for n, (i, lp) in enumerate(top)]
+        sampled = top[rng.randrange(kept)]
+    if rng.random() < 0.1:  # the engine could not say how probable the token was
+        top = [(i, math.nan if i == sampled[0] else lp) for i, lp in top]
+        sampled = (sampled[0], math.nan)
+    return sampled, top
+
+
+def by_rank(entries):
+    """Most probable first and NaN last, as TRL's server client returns them."""
+    return sorted(entries, key=lambda entry: (math.isnan(entry[1]), -entry[1] if not math.isnan(entry[1]) else 0))
+
+
+def expected_row(sampled, top, top_k):
+    """`top_k + 1` slots: the sampled token, then the candidates in order; `None` where empty."""
+    slots = [sampled] + [None if entry[0] == sampled[0] else entry for entry in top]
+    return (slots + [None] * (top_k + 1))[: top_k + 1]
+
+
+def through_flat(tokens):
+    """A real answer of a colocated vLLM has these two lists, the sampled token first at each position."""
+    rows = [[sampled, *top] for sampled, top in tokens]
+    flat = SimpleNamespace(
+        token_ids=[i for row in rows for i, _ in row], logprobs=[lp for row in rows for _, lp in row]
+    )
+    completion = SimpleNamespace(logprobs=flat, token_ids=[sampled[0] for sampled, _ in tokens])
+    (sequence,), ids = from_vllm_outputs([SimpleNamespace(outputs=[completion])])
+    assert ids is None
+    return [lp for (lp,) in sequence]
+
+
+def through_lists(tokens):
+    """Lists hold the sampled token among its candidates, and `None` for NaN."""
+    ids = [[i for i, _ in entries] for _, entries in tokens]
+    logps = [[None if math.isnan(lp) else lp for _, lp in entries] for _, entries in tokens]
+    return [lp for (lp,) in from_lists([[sampled[0] for sampled, _ in tokens]], [ids], [logps])[0]]
+
+
+def random_sequence(rng, length):
+    """Runs of tokens from several engine calls, with the floats of tool tokens and unknown ones in between."""
+    sampled_ids, logprobs, rows = [], [], []
+    while len(sampled_ids) < length:
+        run = min(rng.randrange(1, 5), length - len(sampled_ids))
+        kind = rng.choice(["flat", "ranked", "shuffled", "plain", "none"])
+        entries = rng.randrange(1, 9)
+        tokens = [random_token(rng, entries if kind == "flat" else rng.randrange(1, 9)) for _ in range(run)]
+        sampled_ids += [sampled[0] for sampled, _ in tokens]
+        if kind in ("plain", "none"):
+            logprobs += [0.0 if kind == "plain" else None] * run
+            rows += [None] * run
+            continue
+        if kind == "flat":
+            carried = through_flat(tokens)
+        else:  # ranked in a server's answer, in any order in a rollout's
+            tokens = [(sampled, top if sampled[0] in dict(top) else [*top, sampled]) for sampled, top in tokens]
+            order = by_rank if kind == "ranked" else lambda entries: rng.sample(entries, len(entries))
+            tokens = [(sampled, order(entries)) for sampled, entries in tokens]
+            carried = through_lists(tokens)
+            tokens = [(sampled, by_rank(entries)) for sampled, entries in tokens]
+        cut = rng.randrange(run + 1)
+        logprobs += carried[:cut] + carried[cut:]  # TRL slices and concatenates
+        rows += tokens
+    return sampled_ids, logprobs, rows
+
+
+def random_rollout(rng, batch_size=3, longest=12):
+    sequences = [random_sequence(rng, rng.randrange(longest + 1)) for _ in range(batch_size)]
+    width = max(1, *(len(ids) for ids, _, _ in sequences))
+    completion_ids = torch.zeros(batch_size, width, dtype=torch.long)
+    for b, (ids, _, _) in enumerate(sequences):
+        completion_ids[b, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+    return completion_ids, [logprobs for _, logprobs, _ in sequences], [rows for _, _, rows in sequences]
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 10**9), top_k=st.integers(1, 10))
+def test_collate_equals_plain_python(seed, top_k):
+    completion_ids, logprobs, rows = random_rollout(random.Random(seed))
+    ids, logps = collate(logprobs, completion_ids, top_k, V)
+    assert ids.dtype == torch.int32 and logps.dtype == torch.float32
+    assert ids.shape == logps.shape == (*completion_ids.shape, top_k + 1)
+    for b in range(completion_ids.shape[0]):
+        for t in range(completion_ids.shape[1]):
+            row = rows[b][t] if t < len(rows[b]) else None
+            if row is None:  # padding, tool tokens and plain floats: nothing is known
+                assert ids[b, t].tolist() == [-1] * (top_k + 1) and logps[b, t, 0].isnan()
+                continue
+            for slot, entry in enumerate(expected_row(*row, top_k)):
+                assert ids[b, t, slot] == (-1 if entry is None else entry[0])
+                if entry is not None:
+                    assert logps[b, t, slot].item() == pytest.approx(entry[1], rel=1e-6, nan_ok=True)
+
+
+def known_positions(rows):
+    return [(b, t) for b, sequence in enumerate(rows) for t, row in enumerate(sequence) if row is not None]
+
+
+def corrupt(logprobs, b, t, change):
+    """Replace one token's candidates by a changed copy, and leave the others of its sequence alone."""
+    lp = pickle.loads(pickle.dumps(logprobs[b][t]))
+    ids, logps = lp.candidates.ids.copy(), lp.candidates.logps.copy()
+    change(ids[0], logps[0])
+    logprobs[b][t] = TokenLogprob(float(logps[0, 0]), Candidates(ids, logps), 0)
+
+
+def beyond_vocabulary(ids, logps):
+    ids[-1] = V + 3
+
+
+def twice(ids, logps):
+    ids[1], ids[2] = (ids[0] + 1) % V, (ids[0] + 1) % V
+
+
+def unnormalised(ids, logps):
+    logps[:] = 0.0
+
+
+def of_another_token(ids, logps):
+    ids[0] = (ids[0] + 1) % V
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (of_another_token, r"not aligned with its tokens: position {t} holds token {token}, its logprob belongs to"),
+        (beyond_vocabulary, r"token id 53, beyond the training model's vocabulary of 50"),
+        (twice, r"a token twice at one position"),
+        (unnormalised, r"a probability of [\d.]+ in all, more than 1"),
+    ],
+)
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**9))
+def test_wrong_candidates_are_refused(change, message, seed):
+    rng = random.Random(seed)
+    tokens = [[random_token(rng, 5, never_listed=1.0) for _ in range(rng.randrange(3, 9))] for _ in range(3)]
+    logprobs = [through_flat(sequence) for sequence in tokens]
+    completion_ids = torch.zeros(3, max(map(len, tokens)), dtype=torch.long)
+    for b, sequence in enumerate(tokens):
+        completion_ids[b, : len(sequence)] = torch.tensor([sampled[0] for sampled, _ in sequence])
+    collate(logprobs, completion_ids, 5, V)
+    b, t = rng.choice(known_positions(tokens))
+    corrupt(logprobs, b, t, change)
+    with pytest.raises(ValueError, match=message.format(t=t, token=completion_ids[b, t])):
+        collate(logprobs, completion_ids, 5, V)
+
+
+@given(seed=st.integers(0, 10**9), shift=st.sampled_from([-1, 1]))
+def test_logprobs_off_by_one_are_refused(seed, shift):
+    rng = random.Random(seed)
+    tokens = [random_token(rng, 4) for _ in range(8)]
+    sampled = [sampled[0] for sampled, _ in tokens]
+    if sampled == sampled[shift:] + sampled[:shift]:
+        return  # one token over and over: nothing is out of place
+    carried = through_flat(tokens)
+    with pytest.raises(ValueError, match="not aligned with its tokens"):
+        collate([carried[shift:] + carried[:shift]], torch.tensor([sampled]), 4, V)
+
+
+# ---- The float that carries its candidates
+
+
+def carried_sequence(length=6, entries=4, seed=0):
+    rng = random.Random(seed)
+    tokens = [random_token(rng, entries) for _ in range(length)]
+    tokens = [((i, -1.0 if math.isnan(lp) else lp), [(j, -2.0 - n) for n, (j, _) in enumerate(top)]) for (i, lp), top in tokens]
+    return tokens, through_flat(tokens)
+
+
+def row_of(lp):
+    return lp.candidates.ids[lp.position].tolist(), lp.candidates.logps[lp.position].tolist()
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda lps: lps[2:] and lps[:2] + lps[2:],
+        lambda lps: sum(([lp] for lp in lps), []),
+        copy.deepcopy,
+        copy.copy,
+        lambda lps: pickle.loads(pickle.dumps(lps)),
+        lambda lps: [pickle.loads(pickle.dumps(lp)) for lp in lps],
+        lambda lps: [pair[0] for pair in [[lp] for lp in lps]],
+        lambda lps: np.array(lps, dtype=object).tolist(),
+    ],
+    ids=["slice", "concatenate", "deepcopy", "copy", "pickle", "pickle-each", "nested", "object-array"],
+)
+def test_token_logprobs_keep_their_candidates(send):
+    tokens, lps = carried_sequence()
+    arrived = send(lps)
+    assert len(arrived) == len(tokens)
+    for lp, (sampled, top) in zip(arrived, tokens, strict=True):
+        assert type(lp) is TokenLogprob and isinstance(lp, float)
+        expected = expected_row(sampled, top, len(top))
+        ids, logps = row_of(lp)
+        assert float(lp) == pytest.approx(sampled[1], rel=1e-6)
+        assert ids == [-1 if entry is None else entry[0] for entry in expected]
+        assert [lp for i, lp in zip(ids, logps, strict=True) if i >= 0] == pytest.approx(
+            [entry[1] for entry in expected if entry is not None], rel=1e-6
+        )
+    ids, _ = collate([arrived], torch.tensor([[sampled[0] for sampled, _ in tokens]]), 4, V)
+    assert ids[0, :, 0].tolist() == [sampled[0] for sampled, _ in tokens]
+
+
+def test_token_logprobs_make_tensors_as_floats_do():
+    tokens, lps = carried_sequence()
+    expected = torch.tensor([sampled[1] for sampled, _ in tokens])
+    torch.testing.assert_close(torch.tensor(lps), expected)
+    padded = pad([torch.tensor(lps), torch.tensor(lps[:2])], padding_value=0.0, padding_side="right")
+    torch.testing.assert_close(padded[1], torch.cat([expected[:2], torch.zeros(4)]))
+    assert lps[0] + 1 == pytest.approx(expected[0].item() + 1, rel=1e-6) and sorted(lps) == sorted(map(float, lps))
+
+
+def test_a_pickled_token_takes_its_own_row_along():
+    _, lps = carried_sequence(length=2000, entries=20)
+    alone = len(pickle.dumps(lps[1234]))
+    assert alone < 600 + 8 * 21
+    assert len(pickle.dumps(lps[:100])) < 100 * (250 + 8 * 21)
+
+
+@pytest.mark.parametrize("route", [through_flat, through_lists])
+@pytest.mark.parametrize("top_k", [20, 100])
+def test_memory_per_token(route, top_k):
+    """8 bytes a slot and a constant: no list of candidates lives on."""
+    length = 500
+    ids = [[i + 1 for i in range(top_k)] for _ in range(length)]
+    tokens = [((1, -2.0), [(i, -1.0 - i) for i in row]) for row in ids]
+    route(tokens[:2])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        lps = route(tokens)
+        gc.collect()
+        per_token = tracemalloc.get_traced_memory()[0] / length
+    finally:
+        tracemalloc.stop()
+    assert len(lps) == length
+    assert per_token <= 8 * (top_k + 1) + 256
+
+
+# ---- From lists: what does not fit together is refused, with the reason
+
+
+def test_from_lists_without_the_sampled_token():
+    with pytest.raises(ValueError, match="completion 1 are not those of its tokens: at position 1, token 9 was sampled"):
+        from_lists([[5], [6, 9]], [[[5, 1]], [[6, 1], [2, 3]]], [[[-1, -2]], [[-1, -2], [-1, -2]]])
+
+
+@pytest.mark.parametrize(
+    "token_ids, logprobs",
+    [
+        ([[[5], [6]]], [[[-1.0]]]),
+        ([[[5]]], [[[-1.0], [-1.0]]]),
+        ([[[5], [6, 7]]], [[[-1.0], [-1.0]]]),
+    ],
+)
+def test_from_lists_of_other_lengths(token_ids, logprobs):
+    with pytest.raises(ValueError, match="completion 0 do not fit its 2 tokens"):
+        from_lists([[5, 6]], token_ids, logprobs)
+
+
+def test_no_tokens_at_all():
+    assert from_lists([[]], [[]], [[]]) == [[]]
+    completion = SimpleNamespace(logprobs=SimpleNamespace(token_ids=[], logprobs=[]), token_ids=[])
+    assert from_vllm_outputs([SimpleNamespace(outputs=[completion])]) == ([[]], None)
+    ids, _ = collate([[]], torch.zeros(1, 3, dtype=torch.long), 2, V)
+    assert (ids == -1).all()
+
+
+# ---- Rollout functions
+
+
+def make_trainer(tmp_path, rollout_func=None, **args):
+    defaults = dict(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=8,
+        steps_per_generation=2,
+        gradient_accumulation_steps=1,
+        divergence_top_k=6,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    return PDMGRPOTrainer(
+        tiny.save(tmp_path / "model"),
+        reward_funcs=tiny.count_ones,
+        args=PDMGRPOConfig(**defaults | args),
+        train_dataset=tiny.prompts(),
+        processing_class=tiny.tokenizer(),
+        rollout_func=rollout_func,
+    )
+
+
+def reference_model(trainer):
+    """The architecture's own forward, with the trainer's weights."""
+    model = tiny.model(trainer.model.config.vocab_size, seed=99)
+    model.load_state_dict(trainer.model.state_dict())
+    return model.eval()
+
+
+@torch.no_grad()
+def reference_logps(model, prompt_ids, completion_ids, temperature=1.0):
+    """Log-probabilities of the whole vocabulary where each completion token was sampled: `(T, V)`."""
+    logits = model(input_ids=torch.tensor([[*prompt_ids, *completion_ids]])).logits[0].float()
+    return (logits / temperature).log_softmax(-1)[len(prompt_ids) - 1 : -1]
+
+
+def unpadded(batch):
+    """`(prompt ids, completion ids, candidate ids, candidate logprobs)` of each row."""
+    for row in range(len(batch["prompt_ids"])):
+        length = batch["completion_mask"][row].sum()
+        yield (
+            batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist(),
+            batch["completion_ids"][row, :length].tolist(),
+            batch["behavior_topk_ids"][row, :length],
+            batch["behavior_topk_logps"][row, :length],
+        )
+
+
+class Rollout:
+    """A rollout function that samples from another policy, and hands out what it is asked to."""
+
+    def __init__(self, seed=7, top_k=6, give=(), env_mask=False, drop_sampled=False, plain_on_rank=None):
+        self.policy = tiny.model(len(tiny.tokenizer()), seed=seed).eval()
+        self.top_k, self.give, self.env_mask, self.drop_sampled = top_k, give, env_mask, drop_sampled
+        self.plain_on_rank = plain_on_rank
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def __call__(self, prompts, trainer):
+        give = () if trainer.accelerator.process_index == self.plain_on_rank else self.give
+        output = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", *give)}
+        output["difficulty"] = list(range(len(prompts)))
+        for row, prompt in enumerate(prompts):
+            prompt_ids = trainer.processing_class(prompt)["input_ids"]
+            completion, logprobs, mask, ids, logps = [], [], [], [], []
+            for t in range(3 + row % 4):
+                full = reference_logps(self.policy, prompt_ids, [*completion, 0])[-1]
+                token = torch.multinomial(full.exp(), 1, generator=self.rng).item()
+                external = self.env_mask and t == 1
+                top = full.topk(self.top_k).indices.tolist()
+                top = [i for i in top if i != token] if self.drop_sampled else sorted({token, *top})
+                completion.append(token)
+                mask.append(0 if external else 1)
+                logprobs.append(0.0 if external else full[token].item())
+                ids.append([] if external else top)
+                logps.append([] if external else full[top].tolist())
+            fields = dict(prompt_ids=prompt_ids, completion_ids=completion, logprobs=logprobs, env_mask=mask)
+            for name, value in (fields | dict(topk_token_ids=ids, topk_logprobs=logps)).items():
+                if name in output:
+                    output[name].append(value)
+        if not self.env_mask:
+            del output["env_mask"]
+        return output
+
+
+GIVEN = ("topk_token_ids", "topk_logprobs")
+
+
+def generate(trainer, n=8):
+    trainer.model.train()
+    rows = [{"prompt": row["prompt"]} for row in trainer.train_dataset.select(range(n // 2)) for _ in range(2)]
+    return trainer._generate_and_score_completions(rows)
+
+
+@pytest.mark.parametrize("env_mask", [False, True])
+def test_rollout_func_with_top_k_fields(tmp_path, env_mask):
+    rollout = Rollout(give=GIVEN, env_mask=env_mask)
+    trainer = make_trainer(tmp_path, rollout, max_steps=2)
+    seen = {}
+    trainer.reward_funcs = [lambda completions, **kwargs: seen.update(kwargs) or tiny.count_ones(completions)]
+    trainer._score_behavior = lambda batch: pytest.fail("nothing is missing")
+    batch = generate(trainer)
+    assert seen["difficulty"] == list(range(8)), "other fields still reach the reward functions"
+    assert not set(GIVEN) & set(seen)
+    for prompt_ids, completion_ids, ids, logps in unpadded(batch):
+        full = reference_logps(rollout.policy, prompt_ids, completion_ids)
+        for t, token in enumerate(completion_ids):
+            if env_mask and t == 1:
+                assert ids[t].tolist() == [-1] * 7
+                continue
+            top = [i for i in full[t].topk(6).indices.tolist()]
+            assert ids[t].tolist()[:7] == [token] + [-1 if i == token else i for i in by_probability(full[t], {token, *top})][:6]
+            filled = ids[t] >= 0
+            torch.testing.assert_close(logps[t][filled], full[t][ids[t][filled].long()], rtol=1e-4, atol=1e-5)
+    trainer.train()
+
+
+def by_probability(full, ids):
+    return sorted(ids, key=lambda i: -full[i].item())
+
+
+def test_rollout_func_with_k_candidates_and_the_sampled_token_elsewhere(tmp_path):
+    """K entries without the sampled token: its own logprob comes from `logprobs`."""
+    rollout = Rollout(give=GIVEN, drop_sampled=True)
+
+    def without_likely_ones(prompts, trainer):
+        output = rollout(prompts, trainer)
+        for b, sequence in enumerate(output["topk_token_ids"]):
+            for t, entries in enumerate(sequence):
+                if len(entries) == 5:  # it was one of the K, so it must be listed
+                    entries.insert(2, output["completion_ids"][b][t])
+                    output["topk_logprobs"][b][t].insert(2, None)
+        return output
+
+    batch = generate(make_trainer(tmp_path, without_likely_ones))
+    outside = 0
+    for prompt_ids, completion_ids, ids, logps in unpadded(batch):
+        full = reference_logps(rollout.policy, prompt_ids, completion_ids)
+        torch.testing.assert_close(logps[:, 0], full.gather(1, torch.tensor(completion_ids)[:, None])[:, 0])
+        for t, token in enumerate(completion_ids):
+            outside += token not in full[t].topk(6).indices
+            assert set(ids[t].tolist()) - {-1} == {token, *full[t].topk(6).indices.tolist()}
+    assert outside
+
+
+def name_a_foreign_token(output):
+    entries, sampled = output["topk_token_ids"][0][0], output["completion_ids"][0][0]
+    entries[[i for i, token in enumerate(entries) if token != sampled][0]] = 41
+
+
+def change_output(tmp_path, change):
+    rollout = Rollout(give=GIVEN)
+
+    def changed(prompts, trainer):
+        output = rollout(prompts, trainer)
+        return change(output) or output
+
+    return lambda: generate(make_trainer(tmp_path, changed))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda o: o["topk_token_ids"].pop() and None, "`topk_token_ids` do not fit its `completion_ids`"),
+        (lambda o: o["topk_logprobs"][3].pop() and None, "`topk_logprobs` do not fit its `completion_ids`"),
+        (lambda o: o["logprobs"][2].append(-1.0), "`logprobs` do not fit its `completion_ids`"),
+        (lambda o: o["topk_token_ids"][1][2].pop() and None, "completion 1 do not fit its 4 tokens"),
+        (lambda o: {k: v for k, v in o.items() if k != "topk_logprobs"}, "`topk_token_ids` and `topk_logprobs`, or neither"),
+        (lambda o: {k: v for k, v in o.items() if k not in ("logprobs", *GIVEN)}, r"must return keys \['logprobs'\]"),
+        (lambda o: {k: v for k, v in o.items() if k != "completion_ids"}, r"must return keys \['completion_ids'\]"),
+        (
+            lambda o: o | {name: [s[1:] + s[:1] for s in o[name]] for name in GIVEN},
+            r"completion \d are not those of its tokens: at position \d, token \d+ was sampled",
+        ),
+        (name_a_foreign_token, "token id 41, beyond .* vocabulary of 41"),
+    ],
+    ids=["sequences", "tokens", "logprobs", "entries", "half", "no-logprobs", "no-completions", "off-by-one", "vocabulary"],
+)
+def test_rollout_func_that_does_not_fit_together(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        change_output(tmp_path, change)()
+
+
+@pytest.mark.parametrize("schedule", [dict(steps_per_generation=2), dict(steps_per_generation=1)])
+def test_rollout_func_with_plain_logprobs_is_scored(tmp_path, caplog, schedule):
+    rollout = Rollout()
+
+    def with_an_unknown(prompts, trainer):
+        output = rollout(prompts, trainer)
+        output["logprobs"][0][0] = None
+        output["logprobs"][1][1] = -math.inf
+        return output
+
+    trainer = make_trainer(tmp_path, with_an_unknown, gradient_accumulation_steps=1, **schedule)
+    trainer_module.logger.warning_once.cache_clear()  # it remembers what was said in this process
+    with caplog.at_level(logging.WARNING, logger="trl_pdm"):
+        batch = generate(trainer)
+        generate(trainer)
+    said = [record.message for record in caplog.records if "logprobs without their candidates" in record.message]
+    assert len(said) == 1
+    model = reference_model(trainer)
+    for row, (prompt_ids, completion_ids, ids, logps) in enumerate(unpadded(batch)):
+        own = reference_logps(model, prompt_ids, completion_ids)
+        given = reference_logps(rollout.policy, prompt_ids, completion_ids)
+        for t, token in enumerate(completion_ids):
+            top = by_probability(own[t], own[t].topk(6).indices.tolist())
+            assert ids[t].tolist() == [token] + [-1 if i == token else i for i in top]
+            unknown = (row, t) in [(0, 0), (1, 1)]
+            assert logps[t, 0].item() == pytest.approx((own if unknown else given)[t, token].item(), abs=1e-4)
+            filled = ids[t] >= 0
+            filled[0] = False
+            torch.testing.assert_close(logps[t][filled], own[t][ids[t][filled].long()], rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_of_the_environment_do_not_count_as_missing(tmp_path):
+    trainer = make_trainer(tmp_path, Rollout(give=GIVEN, env_mask=True))
+    trainer._score_behavior = lambda batch: pytest.fail("only tokens of the environment lack candidates")
+    batch = generate(trainer)
+    assert (batch["behavior_topk_ids"][:, 1, 0] == -1).all() and (batch["tool_mask"][:, 1] == 0).all()
+
+
+def test_fill_in_leaves_known_tokens_alone():
+    ids = torch.tensor([[[3, 4], [-1, -1], [-1, -1]]], dtype=torch.int32)
+    logps = torch.tensor([[[-1.0, -2.0], [math.nan, 0.0], [math.nan, 0.0]]])
+    scored = torch.tensor([[[9, 8], [7, 6], [5, 2]]]), torch.tensor([[[-9.0, -8.0], [-7.0, -6.0], [-5.0, -4.0]]])
+    fill_in((ids, logps), scored, torch.tensor([[-3.0, -0.5, math.nan]]))
+    assert ids.tolist() == [[[3, 4], [7, 6], [5, 2]]] and ids.dtype == torch.int32
+    assert logps.tolist() == [[[-1.0, -2.0], [-0.5, -6.0], [-5.0, -4.0]]]
