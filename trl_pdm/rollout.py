@@ -309,8 +309,8 @@ class TopKVLLMGeneration(VLLMGeneration):
             ours["quantization"] = self.quantization
         LLM, model = vllm_generation.LLM, self.model
         if is_bnb_quantized(model):
-            # TRL refuses 8-bit models and quantizes the engine for 4-bit ones. Here it gets the dequantized weights.
-            self.model = unquantized_view(model)
+            self.model, of_quantized = unquantized_view(model)
+            ours |= of_quantized
         try:
             with substituted(vllm_generation, LLM=lambda **kwargs: LLM(**kwargs | ours)):
                 super()._init_vllm()

@@ -16,6 +16,7 @@ from . import rollout, trust_region
 from ._hooks import TRLCompatibilityError, substituted
 from .config import PDMGRPOConfig
 from .topk_head import PolicyScores, topk_head
+from .weight_sync import quiet_bitsandbytes
 
 
 logger = get_logger(__name__)
@@ -86,6 +87,7 @@ class PDMGRPOTrainer(GRPOTrainer):
     }
 
     def __init__(self, model, reward_funcs=None, args=None, *other_args, **kwargs):
+        quiet_bitsandbytes()
         self._loss_inputs: dict[str, Any] | None = None  # the batch in `compute_loss`, until its forward has run
         self._behavior_logprobs: Any = None  # the last rollout's, one float per token
         self._skip_scoring = False
@@ -131,7 +133,12 @@ class PDMGRPOTrainer(GRPOTrainer):
     # ---- Rollout: the behaviour policy's top K, into TRL's batch
 
     def _generate(self, prompts: list):
+        synced = self.vllm_generation.last_sync if self.use_vllm else None
         output = super()._generate(prompts)
+        if self.use_vllm and (sync := self.vllm_generation.last_sync) is not synced:
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            metrics["weight_sync/seconds"].append(sync.seconds)
+            metrics["weight_sync/bytes"].append(sync.bytes)
         if not isinstance(output, tuple) or len(output) != 8:
             raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns 8 values, logprobs in fifth place.")
         self._behavior_logprobs = output[4]

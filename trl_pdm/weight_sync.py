@@ -5,13 +5,14 @@ the base once and then only the LoRA matrices, which vLLM serves next to it. Mer
 engine; an adapter keeps them, and is a small fraction of the bytes.
 """
 
+import fcntl
 import json
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from inspect import getmembers, ismethod, signature
@@ -71,56 +72,53 @@ class FullSync:
         self.params = params
 
     def push(self, llm: "LLM") -> int:
-        """Bring a colocated engine up to date. Returns the bytes moved."""
+        """Bring an engine in this process up to date. Returns the bytes moved."""
         return reload_weights(llm, self.params())
 
 
 class AdapterSync:
-    """The base once, then only the active LoRA adapter, attached to every generation.
+    """The base once, then only the active LoRA adapter, which every generation of the engine uses.
 
     Args:
-        model ([`~peft.PeftModel`]): a model for which [`why_not_servable`] knows no reason.
-        rank (`int`): the engine's `max_lora_rank`.
-        base_every_time (`bool`): the engine forgets its weights between syncs (sleep level 2).
+        model ([`~peft.PeftModel`]): the model that is trained.
+        base_every_time (`bool`, *optional*, defaults to `False`): the engine forgets its weights between syncs.
     """
 
     mode = "adapter"
 
-    def __init__(self, model: "PeftModel", rank: int, base_every_time: bool = False):
+    def __init__(self, model: "PeftModel", base_every_time: bool = False):
         self.model, self.base_every_time = model, base_every_time
-        self.engine_kwargs = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-        self.request: Any = None  # the live version; each has its own id, because vLLM caches by id
+        self.engine_kwargs = {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(model)}
+        self.request: Any = None  # the live version. Each has its own id, because vLLM caches by id.
         remove_stale_folders()
 
     def push(self, llm: "LLM") -> int:
-        """Bring a colocated engine up to date. Returns the bytes moved."""
+        """Bring an engine in this process up to date. Returns the bytes moved."""
         from vllm.lora.request import LoRARequest
 
-        moved, old = 0, self.request
-        if old is None or self.base_every_time:
+        moved, old = 0, self.request.lora_int_id if self.request else 0
+        if not old or self.base_every_time:
             # The engine loaded a checkpoint, which need not be what the trainer holds
             moved += reload_weights(llm, lora_model_params(self.model, merged=False))
-        if old is None:
-            self._attach(llm)
+        if old:
+            llm.llm_engine.remove_lora(old)
         else:
-            llm.llm_engine.remove_lora(old.lora_int_id)
-        version = 1 if old is None else old.lora_int_id + 1
-        tensors = adapter_tensors(self.model)
+            self._attach_to(llm)
+        tensors, rank = adapter_tensors(self.model), adapter_rank(self.model)
         size = sum(tensor.nbytes for tensor in tensors.values())
         with private_folder(size) as folder:
-            rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
             config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
             Path(folder, "adapter_config.json").write_text(json.dumps(config))
             save_file(tensors, Path(folder, "adapter_model.safetensors"))
-            request = LoRARequest(f"policy-{version}", version, folder)
-            # Loading it now, not with the first generation, is why the folder can be gone right after
-            if not llm.llm_engine.add_lora(request) or llm.llm_engine.list_loras() != {version}:
-                raise RuntimeError(f"vLLM did not take version {version} of the adapter in the place of the last one.")
+            request = LoRARequest(f"policy-{old + 1}", old + 1, folder)
+            # Loading it now, and not with the first generation, lets the folder go right after
+            if not llm.llm_engine.add_lora(request) or llm.llm_engine.list_loras() != {request.lora_int_id}:
+                raise RuntimeError(f"vLLM did not take {request.lora_name} of the LoRA adapter in place of the last one.")
         self.request = request
         return moved + size
 
-    def _attach(self, llm: "LLM") -> None:
-        # At the engine, not in our `generate`: users' rollout functions call `llm.generate` and `llm.chat` themselves.
+    def _attach_to(self, llm: "LLM") -> None:
+        # At the engine, not in our `generate`: rollout functions of users call `llm.generate` and `llm.chat` themselves.
         def with_adapter(method):
             @wraps(method)
             def call(*args, **kwargs):
@@ -130,15 +128,11 @@ class AdapterSync:
 
             return call
 
-        generating = {
-            name: method
-            for name, method in getmembers(llm, ismethod)
-            if not name.startswith("_") and "lora_request" in signature(method).parameters
-        }
-        if "generate" not in generating:
+        public = {name: method for name, method in getmembers(llm, ismethod) if not name.startswith("_")}
+        serving = {name: method for name, method in public.items() if "lora_request" in signature(method).parameters}
+        if "generate" not in serving:
             raise TRLCompatibilityError("vLLM's `LLM.generate` no longer takes a `lora_request`.")
-        for name, method in generating.items():
-            setattr(llm, name, with_adapter(method))
+        vars(llm).update({name: with_adapter(method) for name, method in serving.items()})
 
 
 def choose_sync(
@@ -154,123 +148,107 @@ def choose_sync(
     Choose how to bring the weights of `model` into vLLM.
 
     Args:
-        requested (`str`): `"auto"`, `"full"` or `"adapter"`; `"auto"` means `"adapter"` where vLLM can serve it.
+        requested (`str`): `"full"`, `"adapter"`, or `"auto"` for `"adapter"` where vLLM can serve it.
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model that is trained.
         stock_params (`Callable`): TRL's own walk over the parameters, which gathers sharded ones and merges adapters.
         colocated (`bool`, *optional*, defaults to `True`): the engine runs in this process.
         sharded (`bool`, *optional*, defaults to `False`): parameters are sharded (ZeRO-3, FSDP).
         base_every_time (`bool`, *optional*, defaults to `False`): the engine forgets its weights between syncs.
 
-    Returns:
-        [`FullSync`] or [`AdapterSync`].
-
     Raises:
         ValueError: `"adapter"` was asked for and is impossible, or a quantized base cannot be synchronised at all.
     """
-    not_mergeable = "it has no LoRA adapter" if not is_peft_model(model) else _why_not_plain_lora(model, sharded)
-    if is_bnb_quantized(model) and not_mergeable:
+    not_plain = why_not_plain_lora(model, sharded)
+    if not_plain and is_bnb_quantized(model):
         raise ValueError(
-            f"`use_vllm=True` does not work for this bitsandbytes-quantized model, because {not_mergeable}. Train LoRA "
-            "adapters on it (`peft_config=LoraConfig(...)`), load it without quantization, or set `use_vllm=False`."
+            f"`use_vllm=True` does not work with this bitsandbytes-quantized model, because {not_plain}. Train a plain "
+            "LoRA adapter on it (`peft_config=LoraConfig(...)`), load it without quantization, or set `use_vllm=False`."
         )
-    reason = "the vLLM server takes full weights only (`vllm_mode='server'`)" if not colocated else None
-    reason = reason or not_mergeable or why_not_servable(model)
+    reason = not_plain or (why_not_servable(model) if colocated else "a vLLM server takes full weights only")
     if requested == "adapter" and reason:
         raise ValueError(
-            f"`vllm_weight_sync='adapter'` is not possible here, because {reason}. Set `vllm_weight_sync='full'`, or "
-            "leave it at 'auto'."
+            f"`vllm_weight_sync='adapter'` is not possible, because {reason}. Set `vllm_weight_sync` to 'full' or 'auto'."
         )
-    if requested == "full" or reason:
-        if requested == "auto" and is_peft_model(model):
-            logger.warning(f"`vllm_weight_sync='auto'` means 'full' here, because {reason}.")
-        # TRL merges in place and subtracts again, which in low precision moves the weights that are trained
-        return FullSync(stock_params if not_mergeable else lambda: lora_model_params(model, merged=True))
-    return AdapterSync(model, engine_rank(model), base_every_time)
+    if requested != "full" and not reason:
+        return AdapterSync(model, base_every_time)
+    if requested == "auto" and is_peft_model(model):
+        logger.warning(f"`vllm_weight_sync='auto'` moves all weights at each sync ('full'), because {reason}.")
+    # TRL merges in place and subtracts again, which in bf16 moves the weights that are trained
+    return FullSync(stock_params if not_plain else lambda: lora_model_params(model, merged=True))
 
 
-# ---- What the engine can serve
+# ---- What vLLM can serve
 
-# Fields of `peft.LoraConfig` that vLLM does not serve, and their harmless values
-_UNSERVABLE = {
-    "use_dora": (False,),
-    "bias": ("none",),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-}
+# Fields of `peft.LoraConfig` that make an adapter more than `scaling * B A` added to some weights ...
+_NOT_PLAIN = {"use_dora": False, "lora_bias": False, "trainable_token_indices": None, "target_parameters": None}
+# ... and those that make other weights train along
+_NOT_ALONE = {"bias": "none", "modules_to_save": None}
 
 
-def _why_not_plain_lora(model: "PeftModel", sharded: bool) -> str | None:
-    """Why `W + scaling * B A`, layer by layer, is not what `model` computes; `None` where it is."""
+def _unusual(config: Any, usual: dict[str, Any]) -> str | None:
+    values = {name: getattr(config, name, default) for name, default in usual.items()}
+    return next((f"`{name}={value!r}`" for name, value in values.items() if value and value != usual[name]), None)
+
+
+def why_not_plain_lora(model: "PreTrainedModel | PeftModel", sharded: bool = False) -> str | None:
+    """Why the weights that `model` computes with are not its base's plus `scaling * B A`; `None` where they are."""
+    if not is_peft_model(model):
+        return "the model has no LoRA adapter"
     if sharded:
-        return "its parameters are sharded (ZeRO-3 or FSDP)"
+        return "the model is sharded (ZeRO-3 or FSDP)"
     config = model.active_peft_config
     if config.peft_type != PeftType.LORA:
-        return f"its PEFT method is {config.peft_type.value}, not LoRA"
+        return f"the model's PEFT method is {config.peft_type.value}, not LoRA"
     if len(model.active_adapters) != 1:
         return f"several adapters are active ({', '.join(model.active_adapters)})"
-    for field in ("use_dora", "lora_bias", "trainable_token_indices", "target_parameters"):
-        if (value := getattr(config, field, None)) not in (None, *_UNSERVABLE[field]):
-            return f"of `{field}={value!r}` in its LoRA config"
+    if unusual := _unusual(config, _NOT_PLAIN):
+        return f"the LoRA config sets {unusual}"
     for name, layer in lora_layers(model).items():
         if layer.lora_variant.get(model.active_adapter) or not isinstance(layer.base_layer, (nn.Linear, nn.Embedding)):
-            return f"`{name}` is adapted by more than two matrices of a linear layer"
+            return f"LoRA of `{name}` is not plain"
     return None
 
 
 def why_not_servable(model: "PeftModel") -> str | None:
-    """Why vLLM cannot serve the active adapter of a plain LoRA model next to its base; `None` where it can."""
-    config, adapter = model.active_peft_config, model.active_adapter
-    for field, harmless in _UNSERVABLE.items():
-        if (value := getattr(config, field, harmless[0])) not in harmless:
-            return f"vLLM does not serve LoRA with `{field}={value!r}`"
-    quantization = getattr(model.config, "quantization_config", None)
-    if quantization is not None and not is_bnb_quantized(model):
-        return f"its base is quantized by {type(quantization).__name__}, which only vLLM's own loader can load"
-    # vLLM may ignore adapters outside the language model without a word, and lm_head and embeddings depend on the model
-    decoder = set(model.get_base_model().get_decoder().modules())
-    layers = lora_layers(model)
+    """Why vLLM cannot serve the plain LoRA adapter of `model` next to its base; `None` where it can."""
+    if unusual := _unusual(model.active_peft_config, _NOT_ALONE):
+        return f"the LoRA config sets {unusual}, which vLLM does not serve"
+    if getattr(model.config, "quantization_config", None) is not None and not is_bnb_quantized(model):
+        return "the model's base is quantized by other means than bitsandbytes"
+    # vLLM may ignore adapters elsewhere without a word
+    language_model, layers = set(model.get_base_model().get_decoder().modules()), lora_layers(model)
     for name, layer in layers.items():
-        if not isinstance(layer.base_layer, nn.Linear) or layer not in decoder:
-            return f"`{name}` is not a linear layer of the language model"
-    served = {f"{name}.{matrix}.{adapter}.weight" for name in layers for matrix in ("lora_A", "lora_B")}
-    for name, param in model.named_parameters():
-        if param.requires_grad and name not in served:
-            return f"`{name}` is trained and not part of the LoRA adapter"
+        if layer not in language_model or not isinstance(layer.base_layer, nn.Linear):
+            return f"LoRA of `{name}`, not a linear layer inside the language model, is not served by every vLLM model"
+    moved = {f"{name}.lora_{matrix}.{model.active_adapter}.weight" for name in layers for matrix in "AB"}
+    if left := next((name for name, p in model.named_parameters() if p.requires_grad and name not in moved), None):
+        return f"`{left}` is trained without being part of the adapter"
     if engine_rank(model) is None:
-        return f"vLLM serves no LoRA of rank {_rank(model)}"
-    if not _engine_serves_lora(model.config.architectures or ()):
-        return f"vLLM's {', '.join(model.config.architectures)} does not support LoRA"
+        return f"vLLM serves no LoRA of rank {adapter_rank(model)}"
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    # What vLLM does not know itself runs on its Transformers backend, which serves LoRA
+    for architecture in set(model.config.architectures or ()) & set(ModelRegistry.models):
+        if not supports_lora(ModelRegistry.models[architecture].load_model_cls()):
+            return f"vLLM's {architecture} does not serve LoRA"
     return None
 
 
 def lora_layers(model: "PeftModel") -> dict[str, LoraLayer]:
-    """The layers of the active adapter, by their name in `model`."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and model.active_adapter in module.r
-    }
+    """The layers of the active adapter, by their names in `model`."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return {name: layer for name, layer in layers if model.active_adapter in layer.r}
 
 
-def _rank(model: "PeftModel") -> int:
-    return max(layer.r[model.active_adapter] for layer in lora_layers(model).values())
+def adapter_rank(model: "PeftModel") -> int:
+    return max(layer.r[model.active_adapter] for layer in lora_layers(model).values())  # `rank_pattern` sets several
 
 
 def engine_rank(model: "PeftModel") -> int | None:
-    """The smallest `max_lora_rank` of vLLM that fits the active adapter, `None` if none does."""
+    """The smallest `max_lora_rank` of vLLM that fits the active adapter."""
     from vllm.config.lora import MaxLoRARanks
 
-    return min((rank for rank in get_args(MaxLoRARanks) if rank >= _rank(model)), default=None)
-
-
-def _engine_serves_lora(architectures: Iterable[str]) -> bool:
-    from vllm.model_executor.models import ModelRegistry, supports_lora
-
-    # What vLLM does not know runs on its Transformers backend, which serves LoRA
-    known = (ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models)
-    return all(supports_lora(entry.load_model_cls()) for entry in known)
+    return min((rank for rank in get_args(MaxLoRARanks) if rank >= adapter_rank(model)), default=None)
 
 
 # ---- What the trainer holds
@@ -280,27 +258,17 @@ def is_bnb_quantized(model: nn.Module) -> bool:
     return any(get_bnb_param_type(param) for param in model.parameters())
 
 
-_CAST_NOTICES: set[str] = set()
+def unquantized_view(model: "PreTrainedModel | PeftModel") -> tuple[SimpleNamespace, dict[str, Any]]:
+    """For an engine that is to hold the dequantized weights of `model`: what TRL is to see of it, and engine arguments.
 
-
-def quiet_bitsandbytes() -> None:
-    """Let bitsandbytes say once that it casts inputs to float16, not once a matrix multiplication."""
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_first_cast_notice)
-
-
-def _is_first_cast_notice(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    if "inputs will be cast" not in message:
-        return True
-    first = message not in _CAST_NOTICES
-    _CAST_NOTICES.add(message)
-    return first
-
-
-def unquantized_view(model: "PreTrainedModel | PeftModel") -> SimpleNamespace:
-    """What TRL reads of a model before it starts an engine, without the layers that would have it start another."""
+    TRL refuses 8-bit models, and quantizes the engine for 4-bit ones.
+    """
     modules = [(name, m) for name, m in model.named_modules() if not get_bnb_param_type(getattr(m, "weight", None))]
-    return SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
+    view = SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
+    if not model.hf_quantizer.pre_quantized:
+        return view, {}
+    # The checkpoint is quantized too: nothing in it for this engine, which gets its weights with the first sync
+    return view, {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
 
 
 def adapter_tensors(model: "PeftModel") -> dict[str, Tensor]:
@@ -314,23 +282,37 @@ def adapter_tensors(model: "PeftModel") -> dict[str, Tensor]:
 
 @torch.no_grad()
 def lora_model_params(model: "PeftModel", merged: bool) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a plain LoRA model's base, dequantized, with the active adapter added if `merged`."""
+    """The parameters of a plain LoRA model's base, dequantized, the active adapter and what it trains along `merged`."""
     base, adapter = model.get_base_model(), model.active_adapter
     for name, param in base.named_parameters():
-        if model.base_model.prefix in name or "original_module" in name:
+        name = name.replace(f".modules_to_save.{adapter}.", ".")
+        if any(part in name for part in (model.base_model.prefix, ".modules_to_save.", ".original_module.")):
             continue
-        if ".modules_to_save." in name:
-            if f".modules_to_save.{adapter}." not in name:
-                continue  # another adapter's
-            name = name.replace(f".modules_to_save.{adapter}", "")
         path, _, leaf = name.rpartition(".")
         if get_bnb_param_type(param):
             param = dequantize_bnb_weight(param, state=getattr(base.get_submodule(path), "state", None))
         if path.endswith(".base_layer"):
-            layer = base.get_submodule(path := path.removesuffix(".base_layer"))
+            path = path.removesuffix(".base_layer")
+            layer = base.get_submodule(path)
             if merged and leaf == "weight" and adapter in layer.r:
                 param = (param.float() + layer.get_delta_weight(adapter).float()).to(param.dtype)
         yield f"{path}.{leaf}", param
+
+
+_cast_notices: set[str] = set()
+
+
+def quiet_bitsandbytes() -> None:
+    """Let bitsandbytes say once, and not with each matrix multiplication, that it casts inputs to float16."""
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_repeated_notice)
+
+
+def _is_no_repeated_notice(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    repeated = message in _cast_notices
+    if "inputs will be cast" in message:
+        _cast_notices.add(message)
+    return not repeated
 
 
 # ---- Into the engine
@@ -357,19 +339,21 @@ def reload_weights(llm: "LLM", named_params: Params) -> int:
             moved += param.nbytes
             yield name, param.detach().clone()  # the engine may keep it, and training changes it in place
 
-    with _quiet_reload():
+    with _quiet_reload(has_tied_head=any(llm.apply_model(_has_tied_head))):
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
     llm.apply_model(_repack_tied_heads)
     return moved
 
 
 @contextmanager
-def _quiet_reload() -> Iterator[None]:
-    # A reload warns about each layer that got no weights. Tables computed from the config never do, and a tied head is
-    # seen to below; any other layer would keep old weights, so its warning stays.
+def _quiet_reload(has_tied_head: bool) -> Iterator[None]:
+    # A reload warns about each layer that got no weights. Rotary tables, computed from the config, and a tied head never
+    # get any. All others would keep stale weights: their warning stays.
+    harmless = ("RotaryEmbedding", "LMHead") if has_tied_head else ("RotaryEmbedding",)
+
     def is_news(record: logging.LogRecord) -> bool:
-        layer = str(record.args[0]) if record.args else ""
-        return "Failed to load weights" not in record.msg or not ("RotaryEmbedding" in layer or "LMHead" in layer)
+        message = record.getMessage()
+        return "Failed to load weights" not in message or not any(layer in message for layer in harmless)
 
     reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     reload_logger.addFilter(is_news)
@@ -379,15 +363,22 @@ def _quiet_reload() -> Iterator[None]:
         reload_logger.removeFilter(is_news)
 
 
-def _repack_tied_heads(model: nn.Module) -> None:
-    # The reload visits a tied weight once, as the embedding: a head that was repacked keeps its old, packed copy.
+def _tied_heads(model: nn.Module) -> list[nn.Module]:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
-    for head in layers:
-        if isinstance(head, ParallelLMHead) and id(head.weight) in embeddings:
-            head.quant_method.process_weights_after_loading(head)
+    return [layer for layer in layers if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings]
+
+
+def _has_tied_head(model: nn.Module) -> bool:
+    return bool(_tied_heads(model))
+
+
+def _repack_tied_heads(model: nn.Module) -> None:
+    # The reload visits a tied weight once, as the embedding: a head that was repacked keeps its old, packed copy.
+    for head in _tied_heads(model):
+        head.quant_method.process_weights_after_loading(head)
 
 
 # ---- The adapter's way: a folder that lives as long as vLLM reads it
@@ -399,32 +390,28 @@ _SHARED_MEMORY = "/dev/shm"
 @contextmanager
 def private_folder(size: int) -> Iterator[str]:
     """A folder that only this user can read, in memory if `size` bytes fit there, gone when the block ends."""
-    import fcntl
-
     in_memory = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
-    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=_SHARED_MEMORY if in_memory else None) as folder:
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH)  # the kernel drops it with the process, so that it tells who is alive
-            yield folder
-        finally:
-            os.close(lock)
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=_SHARED_MEMORY if in_memory else None) as folder,
+        _locked(folder, fcntl.LOCK_SH),
+    ):
+        yield folder
 
 
 def remove_stale_folders() -> None:
     """Remove the adapter folders of processes that were killed."""
-    import fcntl
-
     for parent in {_SHARED_MEMORY, tempfile.gettempdir()}:
         for folder in Path(parent).glob(f"{_FOLDER_PREFIX}*"):
-            try:
-                lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-            except OSError:  # another user's, or no folder
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            except OSError:  # its process is alive
-                pass
-            finally:
-                os.close(lock)
+            with suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # else its process is alive
+                shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(folder: str | Path, operation: int) -> Iterator[None]:
+    # The kernel drops the lock with the process, also across containers that share the folder but no process ids
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, operation)
+        yield
+    finally:
+        os.close(descriptor)

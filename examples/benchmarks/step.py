@@ -1,0 +1,169 @@
+"""Time and peak memory of a training step: PDM beside stock GRPO, on the same model, data and engine.
+
+    python examples/benchmarks/step.py [--model FOLDER] [--repeats 5]
+
+Each repeat runs every variant once, in turn, each in a process of its own so that its peak memory is its own. A run
+takes one rollout with its optimizer steps to warm up, then measures the next ones. Phases: *rollout* is generation,
+*scoring* the forwards without gradient after it, *loss* forward and backward, *sync* weights into vLLM. Printed are
+medians over the repeats and, last, the ratios to stock.
+
+Without a GPU, stock TRL cannot bring weights into vLLM (the CPU engine repacks them): both variants then use this
+package's sync.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+
+
+VARIANTS = ("stock", "pdm")
+PHASES = ("whole step", "rollout", "scoring", "loss", "sync")
+
+
+def tiny_model(folder: str) -> str:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *map(chr, range(32, 127))])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    shape = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
+    config = Qwen3Config(vocab_size=len(vocab), num_key_value_heads=4, eos_token_id=1, pad_token_id=0, **shape)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
+    """Train, and return seconds per optimizer step of each phase, and the process's peak memory in GB."""
+    import tempfile
+    from functools import partial
+
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation.vllm_generation import VLLMGeneration
+    from trl.trainer import grpo_trainer
+
+    from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+    from trl_pdm.weight_sync import reload_weights
+
+    class StockGeneration(VLLMGeneration):
+        def _iter_named_params(self):
+            if torch.cuda.is_available():
+                yield from super()._iter_named_params()
+            else:
+                reload_weights(self.llm, super()._iter_named_params())
+
+    seconds = defaultdict(float)
+
+    def timed(phase, method):
+        def call(*call_args, **kwargs):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            try:
+                return method(*call_args, **kwargs)
+            finally:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                seconds[phase] += time.perf_counter() - start
+
+        return call
+
+    with tempfile.TemporaryDirectory() as folder:
+        config, cls = (PDMGRPOConfig, PDMGRPOTrainer) if variant == "pdm" else (GRPOConfig, GRPOTrainer)
+        if variant == "stock":
+            grpo_trainer.VLLMGeneration = StockGeneration
+        steps = args.steps_per_generation
+        trainer = cls(
+            args.model or tiny_model(f"{folder}/model"),
+            reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
+            args=config(
+                output_dir=folder,
+                use_vllm=True,
+                vllm_mode="colocate",
+                vllm_gpu_memory_utilization=0.3,
+                vllm_max_model_length=args.completion_length + 64,
+                max_completion_length=args.completion_length,
+                per_device_train_batch_size=args.batch_size,
+                num_generations=args.batch_size,
+                steps_per_generation=steps,
+                gradient_accumulation_steps=1,
+                max_steps=steps * (1 + args.rollouts),
+                learning_rate=1e-6,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+                bf16=torch.cuda.is_available(),
+                use_cpu=not torch.cuda.is_available(),
+                logging_steps=1000,
+                gradient_checkpointing=False,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": [f"Tell a story about {i} sheep." for i in range(512)]}),
+        )
+        score = trainer._get_per_token_logps_and_entropies
+        trainer._get_per_token_logps_and_entropies = lambda *call_args, **kwargs: (
+            score if torch.is_grad_enabled() else timed("scoring", score)
+        )(*call_args, **kwargs)
+        trainer.vllm_generation.generate = timed("rollout", trainer.vllm_generation.generate)
+        trainer.vllm_generation.sync_weights = timed("sync", trainer.vllm_generation.sync_weights)
+        trainer.compute_loss = timed("loss", trainer.compute_loss)
+        trainer.accelerator.backward = timed("loss", trainer.accelerator.backward)
+        start = partial(time.perf_counter)
+        begun = []
+
+        class Warm(grpo_trainer.TrainerCallback):
+            def on_step_end(self, train_args, state, control, **kwargs):
+                if state.global_step == steps:
+                    seconds.clear()
+                    begun.append(start())
+
+        trainer.add_callback(Warm())
+        trainer.train()
+        seconds["whole step"] = time.perf_counter() - begun[0]
+        measured = steps * args.rollouts
+        peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
+        # Linux counts the peak resident set in KiB
+        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        return {phase: seconds[phase] / measured for phase in PHASES} | {"peak memory": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or name of a model; a tiny one by default")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--completion_length", type=int, default=64)
+    parser.add_argument("--steps_per_generation", type=int, default=4)
+    parser.add_argument("--rollouts", type=int, default=2, help="rollouts measured in a run, after one to warm up")
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if args.variant:
+        print(json.dumps(measure(args.variant, args)))
+        return
+    results = {variant: [] for variant in VARIANTS}
+    for repeat in range(args.repeats):
+        for variant in VARIANTS if repeat % 2 == 0 else VARIANTS[::-1]:
+            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
+            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            results[variant].append(json.loads(output.strip().splitlines()[-1]))
+            print(f"repeat {repeat + 1}, {variant}: {results[variant][-1]['whole step']:.3f} s a step", flush=True)
+    medians = {v: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for v, runs in results.items()}
+    print(f"\n{'':12}" + "".join(f"{variant:>10}" for variant in VARIANTS) + f"{'ratio':>10}")
+    for key in (*PHASES, "peak memory"):
+        stock, pdm = (medians[variant][key] for variant in VARIANTS)
+        unit, ratio = ("GB" if key == "peak memory" else "s"), f"{pdm / stock:10.2f}" if stock else f"{'':>10}"
+        print(f"{key:12}{stock:8.3f} {unit:1}{pdm:8.3f} {unit:1}{ratio}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Tool calls and environments: the top K stays with its token over several turns, tool tokens and truncation.
+
+The model is real, if tiny: it is trained here, for some seconds, to call a tool once or twice and then to answer.
+"""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import AddedToken
+from trl import GRPOTrainer
+from trl.generation import vllm_generation
+
+from tests import tiny
+from tests.test_rollout import ENGINE_NOISE, reference_logps, unpadded
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+
+
+TOP_K = 8
+MAX_COMPLETION_LENGTH = 40
+CALL = ('<tool_call>{"name": "look", "arguments": {"key": "', '"}}</tool_call>')
+# ChatML, without a system prompt. TRL needs a template that renders tool calls and results and keeps prefixes.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+<start>user
+<result>{{ message.content }}</result><eos>
+{% else -%}
+<start>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor -%}
+<eos>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<start>assistant
+{% endif -%}
+"""
+# ... and one to read the model's answer with.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<start>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<eos>\s*", "content": "text"},
+    },
+}
+
+
+def look(key: str) -> str:
+    """
+    Look a key up.
+
+    Args:
+        key: The key.
+
+    Returns:
+        The value.
+    """
+    return {"a": "1", "b": "22", "c": "333", "d": "4" * 15, "e": "5" * 16, "f": "6" * 40}[key]
+
+
+class Shelf:
+    """An environment of one tool, which counts how often it was used."""
+
+    def reset(self, **kwargs) -> None:
+        self.looks = 0
+
+    def look(self, key: str) -> str:
+        """
+        Look a key up.
+
+        Args:
+            key: The key.
+
+        Returns:
+            The value.
+        """
+        self.looks += 1
+        return look(key)
+
+    def get_reward(self) -> float:
+        return float(self.looks)
+
+
+def make_tokenizer():
+    tokenizer = tiny.tokenizer("0123456789abcdefghijklmnopqrstuvwxyz \n")
+    pieces = ["<start>", "<result>", "</result>", "user", "assistant", *CALL]
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    return tokenizer
+
+
+def conversation(rng):
+    """What the model learns: one or two calls with any key, then an answer of any digits."""
+    messages = [{"role": "user", "content": f"find {rng.choice('uvwxyz')}"}]
+    for _ in range(rng.choice([1, 1, 2])):
+        key = rng.choice("abcdef")
+        call = {"type": "function", "function": {"name": "look", "arguments": {"key": key}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": "look", "content": look(key)})
+    answer = "".join(rng.choice("0123456789") for _ in range(rng.randrange(1, 8)))
+    return [*messages, {"role": "assistant", "content": answer}]
+
+
+def train(model, tokenizer, steps=250, batch_size=48):
+    rng = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for _ in range(steps):
+        rows = [
+            torch.tensor(tokenizer.apply_chat_template(conversation(rng), return_dict=False))
+            for _ in range(batch_size)
+        ]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+        model(input_ids=ids, attention_mask=(ids > 0).long(), labels=ids.masked_fill(ids == 0, -100)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    tokenizer = make_tokenizer()
+    model = tiny.model(len(tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight.div_(8)
+    train(model, tokenizer)
+    path = tmp_path_factory.mktemp("tools") / "model"
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def make_trainer(model_path, **kwargs):
+    args = PDMGRPOConfig(
+        output_dir=str(model_path.parent),
+        use_vllm=True,
+        divergence_top_k=TOP_K,
+        divergence_threshold=0.02,
+        max_completion_length=MAX_COMPLETION_LENGTH,
+        per_device_train_batch_size=32,
+        num_generations=4,
+        steps_per_generation=2,
+        gradient_accumulation_steps=1,
+        learning_rate=1e-3,
+        max_steps=4,
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_length=128,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    prompts = [[{"role": "user", "content": f"find {letter}"}] for letter in "uvwxyz" * 8]
+    return PDMGRPOTrainer(
+        str(model_path),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=make_tokenizer(),
+        **kwargs,
+    )
+
+
+def length_of_answer(completions, **kwargs):
+    return [len(completion[-1]["content"]) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def engine(model_path):
+    return make_trainer(model_path, reward_funcs=length_of_answer, tools=[look])
+
+
+@pytest.fixture
+def on_engine(engine, model_path, monkeypatch):
+    def make(**kwargs):
+        monkeypatch.setattr(vllm_generation, "LLM", lambda **_: engine.vllm_generation.llm)
+        trainer = make_trainer(model_path, **kwargs)
+        trainer.state.global_step += 1  # TRL syncs when a training step has been made
+        return trainer
+
+    return make
+
+
+def rollout(trainer):
+    trainer.model.train()
+    return trainer._generate_and_score_completions([dict(row) for row in trainer.train_dataset.select(range(16)) for _ in range(4)])
+
+
+def assert_aligned(trainer, batch):
+    """Every sampled token has the candidates of its own position; says what the completions were like."""
+    tokenizer = make_tokenizer()
+    model = tiny.model(len(tokenizer))
+    model.load_state_dict(trainer.model.state_dict())
+    model.eval()
+    errors, seen, unlikely = [], dict(calls=set(), cut=0, rolled_back=0), 0
+    for row, (prompt_ids, completion_ids, ids, logps) in enumerate(unpadded(batch)):
+        full = reference_logps(model, prompt_ids, completion_ids)
+        text = tokenizer.decode(completion_ids)
+        # Whatever is a tool's, written down from the text: from the end of a call to the assistant's next turn
+        own = ""
+        for n, turn in enumerate(text.split("<start>assistant\n")):
+            head, cut, tail = turn.partition("\n<start>user\n")
+            own += ("e" * 0 if n == 0 else "") + head
+            del cut, tail
+        sampled = [token for token, mask in zip(completion_ids, batch["tool_mask"][row], strict=False) if mask]
+        assert tokenizer.decode(sampled) == own
+        for t, token in enumerate(completion_ids):
+            if not batch["tool_mask"][row, t]:
+                assert (ids[t] == -1).all() and logps[t, 0].isnan()
+                continue
+            filled = ids[t] >= 0
+            assert ids[t, 0] == token
+            assert filled.sum() in (TOP_K, TOP_K + 1)
+            errors += (logps[t][filled] - full[t][ids[t][filled].long()]).abs().clamp(max=5).tolist()
+            unlikely += token != full[t].argmax()
+        results = text.count("<result>")
+        seen["calls"].add(results)
+        seen["cut"] += len(completion_ids) == MAX_COMPLETION_LENGTH and results > 0 and not text.endswith("<eos>")
+        seen["rolled_back"] += text.endswith(CALL[1] + "<eos>")
+    assert len(errors) > 1000 and np.mean(errors) < ENGINE_NOISE
+    assert unlikely > 50
+    return seen
