@@ -168,9 +168,7 @@ class PDMGRPOConfig(GRPOConfig):
     )
     importance_ratio_max: float | None = field(
         default=20.0,
-        metadata={
-            "help": "Upper bound of the importance ratio's weight in the loss. `None` disables the truncation."
-        },
+        metadata={"help": "Upper bound of the importance ratio's weight in the loss. `None` disables the truncation."},
     )
     sampling_support: str = field(
         default="full",
@@ -244,7 +242,9 @@ class PDMGRPOConfig(GRPOConfig):
             raise ValueError(f"`{name}` must be {must}, got {getattr(self, name)!r}.")
 
         def is_positive(value: Any) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+            return (
+                isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+            )
 
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -259,6 +259,8 @@ class PDMGRPOConfig(GRPOConfig):
             refuse("importance_ratio_max", "a finite number of at least 1, or `None` for no truncation")
         if self.sampling_support == "replay" and not self.use_vllm:
             refuse("sampling_support", '"full" without `use_vllm`, which alone reports the tokens that survive')
+        if self.sampling_support == "replay" and self.beta != 0.0:
+            refuse("sampling_support", '"full" with a `beta` other than 0, as the reference is not renormalised')
         if not isinstance(self.sync_check_steps, int) or self.sync_check_steps < 0:
             refuse("sync_check_steps", "a number of steps, or 0 for no check")
         if not is_positive(self.sync_check_threshold):

@@ -20,7 +20,14 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ._hooks import TRLCompatibilityError, substituted
-from .weight_sync import SyncRecord, choose_sync, is_bnb_quantized, unquantized_view
+from .weight_sync import (
+    SyncRecord,
+    choose_sync,
+    differing_tensors,
+    is_bnb_quantized,
+    lora_model_params,
+    unquantized_view,
+)
 
 
 if TYPE_CHECKING:
@@ -343,6 +350,23 @@ class TopKVLLMGeneration(VLLMGeneration):
         if any(not isinstance(lp[0], TokenLogprob) for sequence in logprobs for lp in sequence[:1]):
             raise TRLCompatibilityError("TRL's vLLM backend no longer reads logprobs through `extract_logprobs`.")
         return prompt_ids, completion_ids, logprobs, token_ids
+
+    @property
+    def samples_from_the_policy(self) -> bool:
+        """Nothing but temperature and truncation comes between the weights and the sampled logprobs."""
+        reshaping = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids"}
+        reshaping |= {"structured_outputs", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"}
+        return self.repetition_penalty == 1 and not (
+            self.structured_outputs_regex or reshaping & set(self.generation_kwargs)
+        )
+
+    def suspects(self) -> list[str]:
+        """Names of the tensors in which a colocated engine differs from the trainer; of a server nothing is known."""
+        if self.mode != "colocate":
+            return []
+        # The base, where the adapter is served beside it
+        params = lora_model_params(self.model, merged=False) if self._sync.mode == "adapter" else self._sync.params()
+        return differing_tensors(self.llm, params)
 
     def sync_weights(self) -> None:
         """As `VLLMGeneration.sync_weights`; `last_sync` tells what it took.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from trl.trainer import utils as trl_utils
 
 from ._hooks import TRLCompatibilityError, substituted
@@ -40,7 +41,7 @@ _KERNEL_ARGUMENTS = (
 
 @dataclass
 class PolicyScores:
-    """What the LM head yields besides TRL's own outputs. All without gradient, in float32.
+    """What the LM head yields besides TRL's own outputs, in float32 and (but for `with_grad`) without gradient.
 
     Attributes:
         ids (`torch.Tensor`): `(B, T, K+1)`, the scored token ids, slot 0 the sampled token; `-1` where a slot is empty.
@@ -70,7 +71,7 @@ class _Head:
     """The arguments of one call of TRL's kernel, and the logits of any token under them."""
 
     def __init__(self, hidden, weight, bias, temperature, softcapping, scale):
-        self.hidden, self.weight, self.bias = hidden.detach(), weight.detach(), bias
+        self.hidden, self.weight, self.bias = hidden, weight, bias
         self.temperature, self.softcapping, self.scale = temperature, softcapping, scale
         # TRL's kernel rounds logits to this dtype; the same rounding here keeps `z_i - z_a` on the same footing.
         device = hidden.device.type
@@ -101,11 +102,17 @@ class _Head:
             hidden = self.hidden[t : t + tokens_at_once].to(self.dtype).unsqueeze(-1)
             for s in range(0, slots, slots_at_once):
                 chunk = ids[t : t + tokens_at_once, s : s + slots_at_once].long().clamp(min=0)
-                products = torch.bmm(self.weight[chunk].to(self.dtype), hidden).squeeze(-1)
-                if self.bias is not None:
-                    products += self.bias[chunk].to(self.dtype)
-                z[t : t + tokens_at_once, s : s + slots_at_once] = self.transform(products)
+                # Should the backward pass come back here, it gathers the rows again rather than find them all kept
+                z[t : t + tokens_at_once, s : s + slots_at_once] = checkpoint(
+                    self._products, hidden, chunk, use_reentrant=False, preserve_rng_state=False
+                )
         return z
+
+    def _products(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        products = torch.bmm(self.weight[ids].to(self.dtype), hidden).squeeze(-1)
+        if self.bias is not None:
+            products = products + self.bias[ids].to(self.dtype)
+        return self.transform(products)
 
     def top(self, k: int, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The `k` most probable tokens behind `targets` `(N,)`: ids and transformed logits, `(N, k+1)` each."""
@@ -145,6 +152,7 @@ def topk_head(
     ids: Tensor | None = None,
     top_k: int | None = None,
     with_sum_sq: bool = False,
+    with_grad: bool = False,
 ) -> Iterator[PolicyScores]:
     """While active, forwards through TRL's fused LM head also score candidates.
 
@@ -155,6 +163,7 @@ def topk_head(
         ids (`torch.Tensor`, *optional*): `(B, T, K+1)`, the candidates to score, `-1` where a slot is empty.
         top_k (`int`, *optional*): instead of `ids`: score the training policy's own `top_k` and the sampled token.
         with_sum_sq (`bool`): also yield the sum of squared probabilities over the vocabulary.
+        with_grad (`bool`): let gradients flow through the log-probabilities, if they do through the forward.
 
     Yields:
         [`PolicyScores`], filled as the forwards run.
@@ -175,7 +184,7 @@ def topk_head(
         if with_sum_sq:
             call["outputs"] = (*call["outputs"], "log_sum_sq_probs")
         outputs = kernel.apply(*call.values())
-        with torch.no_grad():
+        with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
             rows = min(batch_size or len(attention_mask), len(attention_mask) - rows_done)
             mask = attention_mask[rows_done : rows_done + rows, -logits_to_keep:]
             n = len(call["hidden"])
@@ -205,7 +214,7 @@ def topk_head(
                 chunk_ids = ids[rows_done : rows_done + rows].flatten(0, 1)[slots]
                 # An empty slot 0 still stands for the sampled token.
                 z = head.at(torch.cat([targets[:, None].to(chunk_ids.dtype), chunk_ids[:, 1:]], dim=1))
-            logps = outputs[0].detach().float()[source, None] + (z - z[:, :1])
+            logps = outputs[0].float()[source, None] + (z - z[:, :1])
             sum_sq = lay_out(outputs[2].exp()[source]) if with_sum_sq else None
             scores._chunks.append((lay_out(chunk_ids, -1), lay_out(logps), sum_sq))
             scores.vocab_size = len(call["weight"])

@@ -15,8 +15,8 @@ from trl.trainer import grpo_trainer
 from . import rollout, trust_region
 from ._hooks import TRLCompatibilityError, substituted
 from .config import PDMGRPOConfig
-from .topk_head import PolicyScores, topk_head
-from .weight_sync import quiet_bitsandbytes
+from .topk_head import topk_head
+from .weight_sync import SyncCheck, quiet_bitsandbytes
 
 
 logger = get_logger(__name__)
@@ -91,7 +91,6 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._loss_inputs: dict[str, Any] | None = None  # the batch in `compute_loss`, until its forward has run
         self._behavior_logprobs: Any = None  # the last rollout's, one float per token
         self._skip_scoring = False
-        self._last_check: int | None = None  # step of the last comparison with the engine
         self._token_statistics: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
         def vllm_generation(**vllm_kwargs):
@@ -109,7 +108,9 @@ class PDMGRPOTrainer(GRPOTrainer):
         if self.rollout_func is not None:
             self.rollout_func = rollout.with_candidates(self.rollout_func)
         if self.use_vllm and not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
-            raise TRLCompatibilityError("`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`.")
+            raise TRLCompatibilityError(
+                "`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`."
+            )
         # Without clipping by TRL, a ratio is bounded by the mask and `importance_ratio_max`
         self._mask_replaces_clipping = (
             self.loss_type in LOSSES_WITHOUT_SHAPING
@@ -118,6 +119,15 @@ class PDMGRPOTrainer(GRPOTrainer):
         )
         if self._mask_replaces_clipping:
             self.epsilon_low = self.epsilon_high = math.inf
+        args = self.args
+        low, high = (
+            (args.epsilon, args.epsilon_high)
+            if args.proximity == "ratio"
+            else (args.divergence_threshold, args.divergence_threshold_high)
+        )
+        self._thresholds = {"threshold_low": low, "threshold_high": low if high is None else high}
+        self._sampling_is_truncated = self.use_vllm and (self.top_p < 1 or self.top_k > 0 or bool(self.min_p))
+        self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold)
 
     @property
     def _vocab_size(self) -> int:
@@ -158,9 +168,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         logprobs, self._behavior_logprobs = self._behavior_logprobs, None
         behavior = None
         if logprobs is not None:
-            behavior = rollout.collate(
-                logprobs, batch["completion_ids"], self.args.divergence_top_k, self._vocab_size
-            )
+            behavior = rollout.collate(logprobs, batch["completion_ids"], self.args.divergence_top_k, self._vocab_size)
         needs_scores = behavior is None and several_steps
         if self.rollout_func is not None:
             needs_scores |= behavior is not None and self._lacks_candidates(batch, behavior[0])
@@ -221,7 +229,9 @@ class PDMGRPOTrainer(GRPOTrainer):
             return loss
         except KeyError as error:
             if error.args == ("advantages",):
-                raise TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.") from error
+                raise TRLCompatibilityError(
+                    "`GRPOTrainer._compute_loss` reads the advantages before scoring."
+                ) from error
             raise
         finally:
             self._loss_inputs = None
@@ -236,49 +246,47 @@ class PDMGRPOTrainer(GRPOTrainer):
             return None, None, None
         if inputs is None:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        needs_sum_sq = self.args.tail_estimator == "exact" and self.args.divergence_support == "topk"
         with topk_head(
-            attention_mask, logits_to_keep, batch_size, ids=inputs["behavior_topk_ids"], with_sum_sq=needs_sum_sq
+            attention_mask,
+            logits_to_keep,
+            batch_size,
+            ids=inputs["behavior_topk_ids"],
+            with_sum_sq=self.args.tail_estimator == "exact" and self.args.divergence_support == "topk",
+            with_grad=self.args.sampling_support == "replay",
         ) as scores:
-            outputs = score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        inputs.update(self._apply_trust_region(inputs, scores))
-        return outputs
+            logps, *others = score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        valid = inputs["behavior_topk_ids"] >= 0
+        valid[..., 0] = True  # an empty slot 0 is a token without evidence, not the absence of a token
+        mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+        evidence = trust_region.Evidence(inputs["behavior_topk_logps"], scores.logps, valid, scores.sum_sq)
+        if self._sampling_is_truncated:
+            replayed, complete, log_mass = trust_region.replay_support(*evidence)
+            self._record_truncation(log_mass.detach(), complete, mask)
+            self._check_sync(replayed, mask & complete)
+            if self.args.sampling_support == "replay":
+                evidence, logps = replayed, logps - log_mass
+        else:
+            self._check_sync(evidence, mask)
+        inputs.update(self._apply_trust_region(evidence, scores.vocab_size, mask))
+        return logps, *others
 
-    def _apply_trust_region(self, inputs: dict[str, Any], scores: PolicyScores) -> dict[str, Tensor]:
+    def _apply_trust_region(self, evidence: trust_region.Evidence, vocab_size: int, mask: Tensor) -> dict[str, Tensor]:
         """What TRL's loss is to use: `advantages` `(B, T)`, zero where masked, and behaviour logprobs `(B, T)`."""
         args = self.args
-        if args.proximity == "ratio":
-            threshold_low, threshold_high = args.epsilon, args.epsilon_high
-        else:
-            threshold_low, threshold_high = args.divergence_threshold, args.divergence_threshold_high
         advantages = self._advantages.unsqueeze(1) if self._advantages.dim() == 1 else self._advantages
-        behavior_logps = inputs["behavior_topk_logps"]
-        valid = inputs["behavior_topk_ids"] >= 0
-        valid[..., 0] = True
         assessment = trust_region.assess(
-            behavior_logps,
-            scores.logps,
-            valid,
-            scores.sum_sq,
-            scores.vocab_size,
+            *evidence,
+            vocab_size,
             advantages,
             divergence=args.divergence,
             support=args.divergence_support,
             proximity=args.proximity,
             direction=args.direction,
             tail_estimator=args.tail_estimator,
-            threshold_low=threshold_low,
-            threshold_high=threshold_low if threshold_high is None else threshold_high,
+            **self._thresholds,
         )
-        mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-        statistics = trust_region.summarize(
-            assessment, behavior_logps, scores.logps, valid, advantages, mask, args.importance_ratio_max
-        )
-        self._record(*statistics)
-        if self._sync_check_is_due():
-            self._check_sync(behavior_logps[..., 0] - scores.logps[..., 0], mask)
-
-        sampled, policy = behavior_logps[..., 0], scores.logps[..., 0]
+        self._record(*trust_region.summarize(assessment, *evidence[:3], advantages, mask, args.importance_ratio_max))
+        sampled, policy = evidence.behavior_logps[..., 0], evidence.policy_logps[..., 0].detach()
         old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1
         if self._mask_replaces_clipping and args.importance_ratio_max is not None:
             # A ratio truncated at C is one against a behaviour logprob of at least log(pi) - log(C)
@@ -289,32 +297,35 @@ class PDMGRPOTrainer(GRPOTrainer):
             "sampling_per_token_logps": sampled,
         }
 
-    # ---- Self-check: on the same weights, vLLM and the trainer give a token the same probability
-
-    def _sync_check_is_due(self) -> bool:
-        step, every = self.state.global_step, self.args.sync_check_steps
-        if not (self.use_vllm and self.model.training and every) or self.rollout_func is not None:
-            return False
-        if step != self._last_loaded_step or (self._last_check is not None and step < self._last_check + every):
-            return False
-        self._last_check = step
-        return True
-
-    def _check_sync(self, difference: Tensor, mask: Tensor) -> None:
-        known = mask & difference.isfinite()
-        difference = torch.where(known, difference.abs(), 0)
-        local = torch.stack([difference.sum(), known.sum(), difference.max()]).float()
-        gathered = self.accelerator.gather(local[None])
-        total, count, largest = *gathered[:, :2].sum(0).tolist(), gathered[:, 2].max().item()
-        mean = total / max(count, 1)
+    def _check_sync(self, evidence: trust_region.Evidence, mask: Tensor) -> None:
+        """Right after a sync vLLM and the trainer hold the same weights: do they give tokens the same probability?"""
+        samples_our_policy = (
+            self.use_vllm and self.rollout_func is None and self.vllm_generation.samples_from_the_policy
+        )
+        if not (samples_our_policy and self.model.training):
+            return
+        if not self._sync_check.is_due(self.state.global_step, self._last_loaded_step):
+            return
+        difference = (evidence.behavior_logps[..., 0] - evidence.policy_logps[..., 0].detach()).abs()
+        known = mask & ~difference.isnan()
+        difference = torch.where(known, difference, 0)
+        gathered = self.accelerator.gather(torch.stack([difference.sum(), known.sum(), difference.max()])[None])
+        total, count, largest = gathered[:, 0].sum(), gathered[:, 1].sum(), gathered[:, 2].max()
+        mean, largest = (total / count.clamp(min=1)).item(), largest.item()
         self._metrics["train"]["weight_sync/logp_difference_mean"].append(mean)
         self._metrics["train"]["weight_sync/logp_difference_max"].append(largest)
-        if mean > self.args.sync_check_threshold and self.vllm_generation.samples_from_the_policy:
-            raise WeightSyncError(
-                f"Right after a weight sync the logprobs that vLLM sampled differ from the training policy's by "
-                f"{mean:.3f} nats on average (largest {largest:.3f}), more than `sync_check_threshold`="
-                f"{self.args.sync_check_threshold}: the engine does not hold the trainer's weights. "
-                f"{self.vllm_generation.suspects()}"
+        self._sync_check.verify(mean, largest, self.vllm_generation.suspects)
+
+    def _record_truncation(self, log_mass: Tensor, complete: Tensor, mask: Tensor) -> None:
+        mode = "train" if self.model.training else "eval"
+        counts = torch.stack([mask.sum(), (mask & complete).sum(), -torch.where(mask, log_mass, 0).sum()])
+        tokens, known, bias = self.accelerator.gather(counts[None]).sum(0).tolist()
+        self._metrics[mode]["trust_region/support_unknown"].append((tokens - known) / max(tokens, 1))
+        if known and self.args.sampling_support == "full":
+            logger.warning_once(
+                f"vLLM samples with `top_p`, `top_k` or `min_p`, which renormalise its logprobs over the tokens that "
+                f"survive; the training policy's are not. On this rollout that adds {-bias / known:+.3f} nats to a "
+                "token's log-ratio on average, and to its divergence. `sampling_support='replay'` removes it."
             )
 
     # ---- Metrics: gathered as tensors in the loss, read when TRL logs

@@ -19,6 +19,7 @@ Sources: the top-K and binary divergences are DPPO's (arXiv:2602.04879, Eqs. 12-
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -292,24 +293,44 @@ def summarize(
     )
 
 
-def surviving(behavior_logps: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    The tokens that truncated sampling (top-p, top-k, min-p) has left to the behaviour policy, where all are known.
+class Evidence(NamedTuple):
+    """What [`assess`] knows of a token's two policies: its first four arguments."""
 
-    Under such sampling the behaviour policy is renormalised over the surviving tokens, so they sum to 1; where the
-    candidates do not, some of the survivors are not among them.
+    behavior_logps: Tensor
+    policy_logps: Tensor
+    valid: Tensor
+    policy_sum_sq: Tensor | None
+
+
+def replay_support(
+    behavior_logps: Tensor, policy_logps: Tensor, valid: Tensor, policy_sum_sq: Tensor | None
+) -> tuple[Evidence, Tensor, Tensor]:
+    """
+    Renormalise the training policy over the tokens that truncated sampling (top-p, top-k, min-p) left.
+
+    Such sampling renormalises the behaviour policy over the surviving tokens, so their probabilities sum to 1; where
+    those of the candidates do not, some survivors are not among them, and the evidence stays as it is.
 
     Args:
-        behavior_logps, valid (`Tensor`):
+        behavior_logps, policy_logps, valid, policy_sum_sq (`Tensor`):
             As in [`assess`].
 
     Returns:
-        `tuple[Tensor, Tensor]`: `survivors` (bool, `"... K+1"`), the candidates of positive probability, and `complete`
-        (bool, `"..."`), whether they are all of them.
+        `tuple[Evidence, Tensor, Tensor]`: the evidence over the survivors, without gradient; `complete` (bool,
+        `"..."`), whether all survivors are known; and `log_mass` (float, `"..."`), the log-probability in nats of the
+        survivors under the training policy, 0 where they are not all known. It carries the gradient of
+        `policy_logps`: the sampled token's log-probability over the survivors is its own minus this.
     """
-    survivors = valid & (behavior_logps > -torch.inf)
+    survivors = valid & (behavior_logps > LOGP_FLOOR)
     mass = torch.where(survivors, behavior_logps.exp(), 0).sum(-1)
-    return survivors, (mass - 1).abs() < SURVIVING_MASS_TOLERANCE
+    complete = ((mass - 1).abs() < SURVIVING_MASS_TOLERANCE) & survivors[..., 0]
+    valid = torch.where(complete[..., None], survivors, valid)
+    log_mass = torch.where(complete, torch.where(valid, policy_logps, -torch.inf).logsumexp(-1), 0)
+    policy_logps = (policy_logps - log_mass[..., None]).detach()
+    if policy_sum_sq is not None:
+        squares = torch.where(valid, (2 * policy_logps).exp(), 0).sum(-1)
+        policy_sum_sq = torch.where(complete, squares, policy_sum_sq)
+    return Evidence(behavior_logps, policy_logps, valid, policy_sum_sq), complete, log_mass
 
 
 def _has_evidence(behavior_logps: Tensor, policy_logps: Tensor, valid: Tensor) -> Tensor:

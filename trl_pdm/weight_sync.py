@@ -58,6 +58,50 @@ class SyncRecord:
     seconds: float
 
 
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the trainer's weights."""
+
+
+class SyncCheck:
+    """Compares, on the same weights, the logprobs that vLLM sampled with the training policy's.
+
+    Args:
+        every (`int`): steps between two checks, 0 for none. The first comes with the first sync.
+        threshold (`float`): mean absolute difference, in nats, at which the run stops.
+    """
+
+    def __init__(self, every: int, threshold: float):
+        self.every, self.threshold = every, threshold
+        self._last: int | None = None
+
+    def is_due(self, step: int, synced_at: int) -> bool:
+        """Whether to check at `step`: when the weights have not changed since a sync, and it is time."""
+        due = self.every > 0 and step == synced_at and (self._last is None or step >= self._last + self.every)
+        if due:
+            self._last = step
+        return due
+
+    def verify(self, mean: float, largest: float, suspects: Callable[[], list[str]]) -> None:
+        """Stop a run whose difference only wrong weights explain.
+
+        Raises:
+            WeightSyncError: `mean`, in nats, is above the threshold (or no number).
+        """
+        if mean <= self.threshold:
+            return
+        names = suspects()
+        blame = (
+            f"These tensors differ from the trainer's: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+            if names
+            else "No tensor that can be compared differs, so suspect those that the engine fuses or repacks."
+        )
+        raise WeightSyncError(
+            f"Right after a weight sync, the logprobs that vLLM sampled differ from the training policy's by {mean:.3f} "
+            f"nats on average and {largest:.3f} at most, more than `sync_check_threshold={self.threshold}` allows: the "
+            f"engine does not hold the trainer's weights. {blame} Do not train on; report it, or set `use_vllm=False`."
+        )
+
+
 class FullSync:
     """Every parameter, every time.
 
@@ -113,7 +157,9 @@ class AdapterSync:
             request = LoRARequest(f"policy-{old + 1}", old + 1, folder)
             # Loading it now, and not with the first generation, lets the folder go right after
             if not llm.llm_engine.add_lora(request) or llm.llm_engine.list_loras() != {request.lora_int_id}:
-                raise RuntimeError(f"vLLM did not take {request.lora_name} of the LoRA adapter in place of the last one.")
+                raise RuntimeError(
+                    f"vLLM did not take {request.lora_name} of the LoRA adapter in place of the last one."
+                )
         self.request = request
         return moved + size
 
@@ -265,7 +311,7 @@ def unquantized_view(model: "PreTrainedModel | PeftModel") -> tuple[SimpleNamesp
     """
     modules = [(name, m) for name, m in model.named_modules() if not get_bnb_param_type(getattr(m, "weight", None))]
     view = SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
-    if not model.hf_quantizer.pre_quantized:
+    if not getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
         return view, {}
     # The checkpoint is quantized too: nothing in it for this engine, which gets its weights with the first sync
     return view, {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
@@ -276,7 +322,9 @@ def adapter_tensors(model: "PeftModel") -> dict[str, Tensor]:
     adapter, tensors = model.active_adapter, {}
     for name, layer in lora_layers(model).items():
         tensors[f"{name}.lora_A.weight"] = layer.lora_A[adapter].weight.detach().contiguous()
-        tensors[f"{name}.lora_B.weight"] = (layer.lora_B[adapter].weight.detach() * layer.scaling[adapter]).contiguous()
+        tensors[f"{name}.lora_B.weight"] = (
+            layer.lora_B[adapter].weight.detach() * layer.scaling[adapter]
+        ).contiguous()
     return tensors
 
 
@@ -379,6 +427,48 @@ def _repack_tied_heads(model: nn.Module) -> None:
     # The reload visits a tied weight once, as the embedding: a head that was repacked keeps its old, packed copy.
     for head in _tied_heads(model):
         head.quant_method.process_weights_after_loading(head)
+
+
+@torch.no_grad()
+def differing_tensors(llm: "LLM", named_params: Params, tolerance: float = 0.05) -> list[str]:
+    """Names of the engine's layers that do not compute what the trainer's weights would.
+
+    Layers are asked for their output rather than read: what they hold may be fused, packed or quantized.
+
+    Args:
+        llm (`vllm.LLM`): an engine in this process.
+        named_params: the trainer's parameters as the checkpoint names them.
+        tolerance (`float`, *optional*, defaults to `0.05`): relative error that precision may explain.
+    """
+    params = dict(named_params)
+
+    def compare(model: nn.Module) -> list[str]:
+        fused = getattr(model, "packed_modules_mapping", {})
+        differing = []
+        for name, layer in model.named_modules():
+            name = name.removesuffix(".base_layer")
+            path, _, leaf = name.rpartition(".")
+            parts = [".".join(filter(None, (path, part, "weight"))) for part in fused.get(leaf, [leaf])]
+            if leaf == "lm_head" and parts[0] not in params:  # tied
+                parts = [part for part in params if part.endswith("embed_tokens.weight")]
+            if not parts or any(part not in params for part in parts):
+                continue
+            weight = torch.cat([params[part].float() for part in parts])
+            own, apply = getattr(layer, "weight", None), getattr(getattr(layer, "quant_method", None), "apply", None)
+            if apply is not None and weight.ndim == 2 and "embed" not in leaf:
+                probe = torch.randn(4, weight.shape[1], device=weight.device)
+                dtype = own.dtype if own is not None and own.is_floating_point() else torch.bfloat16
+                actual, expected = apply(layer, probe.to(dtype)).float(), probe @ weight.T
+                actual = actual[:, : expected.shape[1]]  # the engine pads the vocabulary
+            elif own is not None and own.ndim == weight.ndim:
+                actual, expected = own[: len(weight)].float(), weight
+            else:
+                continue
+            if actual.shape == expected.shape and (actual - expected).norm() > tolerance * expected.norm():
+                differing.append(name)
+        return differing
+
+    return llm.apply_model(compare)[0]
 
 
 # ---- The adapter's way: a folder that lives as long as vLLM reads it
