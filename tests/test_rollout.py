@@ -15,7 +15,6 @@ import random
 import socket
 import threading
 import tracemalloc
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -38,7 +37,6 @@ from trl_pdm.rollout import (
     fill_in,
     from_lists,
     from_vllm_outputs,
-    with_candidates,
 )
 
 
@@ -224,7 +222,10 @@ def test_logprobs_off_by_one_are_refused(seed, shift):
 def carried_sequence(length=6, entries=4, seed=0):
     rng = random.Random(seed)
     tokens = [random_token(rng, entries) for _ in range(length)]
-    tokens = [((i, -1.0 if math.isnan(lp) else lp), [(j, -2.0 - n) for n, (j, _) in enumerate(top)]) for (i, lp), top in tokens]
+    tokens = [
+        ((i, -1.0 if math.isnan(lp) else lp), [(j, -2.0 - n) for n, (j, _) in enumerate(top)])
+        for (i, lp), top in tokens
+    ]
     return tokens, through_flat(tokens)
 
 
@@ -303,7 +304,9 @@ def test_memory_per_token(route, top_k):
 
 
 def test_from_lists_without_the_sampled_token():
-    with pytest.raises(ValueError, match="completion 1 are not those of its tokens: at position 1, token 9 was sampled"):
+    with pytest.raises(
+        ValueError, match="completion 1 are not those of its tokens: at position 1, token 9 was sampled"
+    ):
         from_lists([[5], [6, 9]], [[[5, 1]], [[6, 1], [2, 3]]], [[[-1, -2]], [[-1, -2], [-1, -2]]])
 
 
@@ -446,7 +449,10 @@ def test_rollout_func_with_top_k_fields(tmp_path, env_mask):
                 assert ids[t].tolist() == [-1] * 7
                 continue
             top = [i for i in full[t].topk(6).indices.tolist()]
-            assert ids[t].tolist()[:7] == [token] + [-1 if i == token else i for i in by_probability(full[t], {token, *top})][:6]
+            assert (
+                ids[t].tolist()[:7]
+                == [token] + [-1 if i == token else i for i in by_probability(full[t], {token, *top})][:6]
+            )
             filled = ids[t] >= 0
             torch.testing.assert_close(logps[t][filled], full[t][ids[t][filled].long()], rtol=1e-4, atol=1e-5)
     trainer.train()
@@ -502,7 +508,10 @@ def change_output(tmp_path, change):
         (lambda o: o["topk_logprobs"][3].pop() and None, "`topk_logprobs` do not fit its `completion_ids`"),
         (lambda o: o["logprobs"][2].append(-1.0), "`logprobs` do not fit its `completion_ids`"),
         (lambda o: o["topk_token_ids"][1][2].pop() and None, "completion 1 do not fit its 4 tokens"),
-        (lambda o: {k: v for k, v in o.items() if k != "topk_logprobs"}, "`topk_token_ids` and `topk_logprobs`, or neither"),
+        (
+            lambda o: {k: v for k, v in o.items() if k != "topk_logprobs"},
+            "`topk_token_ids` and `topk_logprobs`, or neither",
+        ),
         (lambda o: {k: v for k, v in o.items() if k not in ("logprobs", *GIVEN)}, r"must return keys \['logprobs'\]"),
         (lambda o: {k: v for k, v in o.items() if k != "completion_ids"}, r"must return keys \['completion_ids'\]"),
         (
@@ -511,7 +520,17 @@ def change_output(tmp_path, change):
         ),
         (name_a_foreign_token, "token id 41, beyond .* vocabulary of 41"),
     ],
-    ids=["sequences", "tokens", "logprobs", "entries", "half", "no-logprobs", "no-completions", "off-by-one", "vocabulary"],
+    ids=[
+        "sequences",
+        "tokens",
+        "logprobs",
+        "entries",
+        "half",
+        "no-logprobs",
+        "no-completions",
+        "off-by-one",
+        "vocabulary",
+    ],
 )
 def test_rollout_func_that_does_not_fit_together(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
@@ -641,7 +660,9 @@ def test_engine_batch_is_the_policy_that_sampled(engine):
     assert batch["behavior_topk_ids"].shape == (12, lengths.max(), ENGINE_TOP_K + 1)
     assert batch["behavior_topk_ids"].dtype == torch.int32 and batch["behavior_topk_logps"].dtype == torch.float32
     padding = batch["completion_mask"] == 0
-    assert (batch["behavior_topk_ids"][padding] == -1).all() and batch["behavior_topk_logps"][padding][:, 0].isnan().all()
+    assert (batch["behavior_topk_ids"][padding] == -1).all() and batch["behavior_topk_logps"][padding][
+        :, 0
+    ].isnan().all()
     for group in batch["prompt_ids"].view(4, 3, -1):  # generations of one prompt stay together
         assert (group == group[0]).all()
     assert len({tuple(row) for row in batch["completion_ids"].tolist()}) > 6
@@ -683,12 +704,9 @@ def test_rollout_func_that_uses_the_trainers_engine(on_engine):
             "prompt_ids": prompt_ids,
             "completion_ids": [a + [5] + b for a, b in zip(completion_ids, more_ids, strict=True)],
             "logprobs": [
-                [lp[0] for lp in a] + [0.0] + [lp[0] for lp in b]
-                for a, b in zip(logprobs, more_logprobs, strict=True)
+                [lp[0] for lp in a] + [0.0] + [lp[0] for lp in b] for a, b in zip(logprobs, more_logprobs, strict=True)
             ],
-            "env_mask": [
-                [1] * len(a) + [0] + [1] * len(b) for a, b in zip(completion_ids, more_ids, strict=True)
-            ],
+            "env_mask": [[1] * len(a) + [0] + [1] * len(b) for a, b in zip(completion_ids, more_ids, strict=True)],
         }
 
     trainer = on_engine(rollout)

@@ -6,6 +6,7 @@ The model is real, if tiny: it is trained here, for some seconds, to call a tool
 import math
 import random
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
 from tests import tiny
-from tests.test_rollout import ENGINE_NOISE, reference_logps, unpadded
+from tests.test_rollout import reference_logps, unpadded
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 
 TOP_K = 8
-MAX_COMPLETION_LENGTH = 40
+MAX_COMPLETION_LENGTH = 35
+ENGINE_NOISE = 0.005  # mean, in probability: a bf16 engine against a float32 trainer
 CALL = ('<tool_call>{"name": "look", "arguments": {"key": "', '"}}</tool_call>')
 # ChatML, without a system prompt. TRL needs a template that renders tool calls and results and keeps prefixes.
 CHAT_TEMPLATE = """\
@@ -69,7 +71,7 @@ def look(key: str) -> str:
     Returns:
         The value.
     """
-    return {"a": "1", "b": "22", "c": "333", "d": "4" * 15, "e": "5" * 16, "f": "6" * 40}[key]
+    return {"a": "1", "b": "22", "c": "333", "d": "4" * 15, "e": "5" * 16, "f": "6" * 24}[key]
 
 
 class Shelf:
@@ -182,7 +184,10 @@ def length_of_answer(completions, **kwargs):
 
 @pytest.fixture(scope="module")
 def engine(model_path):
-    return make_trainer(model_path, reward_funcs=length_of_answer, tools=[look])
+    eager = partial(vllm_generation.LLM, enforce_eager=True)  # compiling would take longer than all of these tests
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_generation, "LLM", eager)
+        return make_trainer(model_path, reward_funcs=length_of_answer, tools=[look])
 
 
 @pytest.fixture
@@ -203,7 +208,7 @@ def rollout(trainer):
 
 
 def assert_aligned(trainer, batch):
-    """Every sampled token has the candidates of its own position. Returns what the completions are like."""
+    """Every sampled token has the candidates of its own position, and no other has any."""
     tokenizer = make_tokenizer()
     model = tiny.model(len(tokenizer))
     model.load_state_dict(trainer.model.state_dict())
@@ -227,7 +232,7 @@ def assert_aligned(trainer, batch):
         calls.add(text.count("<result>"))
         cut += "<result>" in text and not text.endswith("<eos>") and len(completion_ids) == MAX_COMPLETION_LENGTH
         rolled_back += text.endswith(CALL[1] + "<eos>")
-    assert len(errors) > 1000 and np.mean(errors) < ENGINE_NOISE / 4
+    assert len(errors) > 1000 and np.mean(errors) < ENGINE_NOISE
     assert unlikely > 50
     assert {1, 2} <= calls and cut and rolled_back, "tool calls in one and two turns, a cut answer, a dropped result"
 
@@ -277,6 +282,7 @@ def test_training_with_tools(on_engine):
     assert len(logs) == 4
     for log in logs:
         assert log["trust_region/unscored"] == 0, "tool tokens are none of the policy's"
-        assert math.isfinite(log["grad_norm"]) and log["tools/call_frequency"] > 0.5
+        assert math.isfinite(log["grad_norm"]) and log["grad_norm"] > 0
+    assert logs[0]["tools/call_frequency"] > 0.5
     assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
     assert_aligned(trainer, rollout(trainer))

@@ -25,7 +25,16 @@ SHAPED = [
 ]
 
 
-def make_trainer(tmp_path, cls=PDMGRPOTrainer, moe=False, model_seed=0, peft_config=None, eval_dataset=None, **args):
+def make_trainer(
+    tmp_path,
+    cls=PDMGRPOTrainer,
+    moe=False,
+    model_seed=0,
+    peft_config=None,
+    eval_dataset=None,
+    tie_word_embeddings=False,
+    **args,
+):
     config = PDMGRPOConfig if cls is PDMGRPOTrainer else GRPOConfig
     if cls is GRPOTrainer:
         args.setdefault("vllm_importance_sampling_correction", False)
@@ -47,7 +56,7 @@ def make_trainer(tmp_path, cls=PDMGRPOTrainer, moe=False, model_seed=0, peft_con
         save_strategy="no",
         disable_tqdm=True,
     )
-    path = tiny.save(tmp_path / "model", moe=moe, seed=model_seed)
+    path = tiny.save(tmp_path / "model", moe=moe, seed=model_seed, tie_word_embeddings=tie_word_embeddings)
     return cls(
         path,
         reward_funcs=tiny.count_ones,
@@ -99,6 +108,12 @@ def make_batch(model, seed=0, drift=0.6):
     return batch, mu
 
 
+def divergence_between(p, q, name):
+    if name == "tv":
+        return (p - q).abs().sum() / 2
+    return (p * (p / q).log()).sum() if name == "kl" else (q * (q / p).log()).sum()
+
+
 def reference_keep(model, batch, mu, *, divergence="kl", direction="predictive", threshold):
     """The mask, token by token: autograd on the divergence over {top K, sampled, rest} of full logits, in float64."""
     with torch.no_grad():
@@ -111,13 +126,7 @@ def reference_keep(model, batch, mu, *, divergence="kl", direction="predictive",
             head = sorted({i.item() for i in batch["behavior_topk_ids"][b, t] if i >= 0})
             z = log_pi[b, t].clone().requires_grad_()
             pi, m = z.softmax(-1), mu[b, t].double().exp()
-            merge = lambda p: torch.cat([p[head], 1 - p[head].sum()[None]])  # noqa: E731
-            p, q = merge(m), merge(pi)
-            value = {
-                "kl": lambda: (p * (p / q).log()).sum(),
-                "reverse_kl": lambda: (q * (q / p).log()).sum(),
-                "tv": lambda: (p - q).abs().sum() / 2,
-            }[divergence]()
+            value = divergence_between(*(torch.cat([p[head], 1 - p[head].sum()[None]]) for p in (m, pi)), divergence)
             (gradient,) = torch.autograd.grad(value, z)
             step = -pi.detach()
             step[sampled] += 1
@@ -188,9 +197,7 @@ def test_loss_and_gradients_equal_full_logits(tmp_path, loss_type, direction, di
         importance_ratio_max=ratio_max,
     )
     batch, mu = make_batch(trainer.model)
-    keep = reference_keep(
-        trainer.model, batch, mu, divergence=divergence, direction=direction, threshold=threshold
-    )
+    keep = reference_keep(trainer.model, batch, mu, divergence=divergence, direction=direction, threshold=threshold)
     scored = (batch["completion_mask"] * batch["tool_mask"]).bool()
     assert 0 < (~keep & scored).sum() < scored.sum(), "the batch must have masked tokens and others"
     loss, actual = trainer_gradients(trainer, batch)
@@ -225,7 +232,9 @@ def test_ratio_proximity_and_direction_are_grpo(tmp_path, loss_type):
     _, actual = trainer_gradients(ours, batch)
     _, expected = trainer_gradients(stock, batch, pdm=False)
     assert_same(actual, expected, 1e-6)
-    _, unclipped = trainer_gradients(make_trainer(tmp_path / "c", GRPOTrainer, **clip | {"epsilon": 1e6}), batch, False)
+    _, unclipped = trainer_gradients(
+        make_trainer(tmp_path / "c", GRPOTrainer, **clip | {"epsilon": 1e6}), batch, False
+    )
     assert (unclipped - expected).norm() > 0.01 * expected.norm(), "clipping must act on this batch"
 
 
@@ -308,7 +317,9 @@ def test_unscored_tokens_are_kept_with_ratio_one(tmp_path):
 
 def test_metrics_equal_a_count_by_hand(tmp_path):
     trainer = make_trainer(tmp_path, divergence_threshold=0.1, importance_ratio_max=1.3)
-    totals = dict.fromkeys(["outside", "masked", "positive", "negative", "disagree", "divergence", "ratio", "cut"], 0.0)
+    totals = dict.fromkeys(
+        ["outside", "masked", "positive", "negative", "disagree", "divergence", "ratio", "cut"], 0.0
+    )
     count, mass_behavior, mass_policy, divergences, ratios = 0, 0.0, 0.0, [], []
     for seed in (0, 1):  # two micro-batches of different length are weighted by their tokens
         batch, mu = make_batch(trainer.model, seed=seed)

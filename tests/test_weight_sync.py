@@ -45,6 +45,11 @@ def lora_model(**overrides):
     return get_peft_model(tiny.model(V), lora(**overrides))
 
 
+def save_model(tmp_path, tied=False):
+    # bitsandbytes' 4-bit product on a CPU needs widths that are multiples of 64
+    return tiny.save(tmp_path / "model", tie_word_embeddings=tied, intermediate_size=128)
+
+
 def make_trainer(tmp_path, model=None, peft_config=None, quantization_config=None, tied=False, **args):
     defaults = dict(
         output_dir=str(tmp_path),
@@ -68,7 +73,7 @@ def make_trainer(tmp_path, model=None, peft_config=None, quantization_config=Non
         disable_tqdm=True,
     )
     return PDMGRPOTrainer(
-        model or tiny.save(tmp_path / "model", tie_word_embeddings=tied),
+        model or save_model(tmp_path, tied),
         reward_funcs=tiny.count_ones,
         args=PDMGRPOConfig(**defaults | args),
         train_dataset=tiny.prompts(),
@@ -266,7 +271,7 @@ def test_adapter_in_calls_of_the_engine_itself(tmp_path, engine_args):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_reference_adapter_is_not_served(tmp_path, engine_args):
-    path = tiny.save(tmp_path / "model", tie_word_embeddings=True)
+    path = save_model(tmp_path, tied=True)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False))
     trainer = make_trainer(tmp_path, model=model, beta=0.05)
     assert set(trainer.model.peft_config) == {"default", "ref"}
@@ -311,7 +316,7 @@ def test_quantized_base(name, tmp_path, engine_args, caplog):
 @pytest.mark.slow
 def test_quantized_checkpoint(tmp_path, engine_args):
     # Nothing of it can be loaded into an engine that is not quantized
-    path = tiny.save(tmp_path / "model", tie_word_embeddings=True)
+    path = save_model(tmp_path, tied=True)
     AutoModelForCausalLM.from_pretrained(path, quantization_config=NF4).save_pretrained(tmp_path / "nf4")
     tiny.tokenizer().save_pretrained(tmp_path / "nf4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4")
@@ -442,7 +447,7 @@ def test_trl_gathers_what_is_sharded_and_merges_what_is_not_plain():
 
 
 def quantized(tmp_path, quantization=INT8, **overrides):
-    path = tiny.save(tmp_path / "model")
+    path = save_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization)
     return get_peft_model(model, lora(**overrides)) if overrides else model
 

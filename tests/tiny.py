@@ -5,8 +5,14 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
-from transformers import Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
@@ -38,13 +44,15 @@ def model(vocab_size: int, seed: int = 0, moe: bool = False, **overrides) -> Pre
         eos_token_id=1,
         pad_token_id=0,
     )
+    config |= overrides
     if moe:
         config |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, output_router_logits=True)
-        built = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config | overrides))
+        built = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
     else:
-        built = Qwen3ForCausalLM(Qwen3Config(**config | overrides))
+        built = Qwen3ForCausalLM(Qwen3Config(**config))
     with torch.no_grad():
-        built.lm_head.weight.mul_(8)
+        # A tied head times its own embedding is peaked by itself
+        built.lm_head.weight.mul_(3 if config["tie_word_embeddings"] else 8)
     return built
 
 

@@ -225,6 +225,18 @@ def collate(
     return torch.from_numpy(ids).to(device), torch.from_numpy(logps).to(device)
 
 
+def lack_candidates(behavior_ids: Tensor, mask: Tensor) -> bool:
+    """Whether a rollout function left the candidates of some tokens in `mask` out; it is told so once."""
+    lacking = bool((mask & (behavior_ids[..., 0] < 0)).any())
+    if lacking:
+        logger.warning_once(
+            "`rollout_func` returns logprobs without their candidates, so the training model scores the behaviour "
+            "policy's top K: the trust region does not see how the sampling engine differs from it. Return the "
+            "logprobs as `trainer.vllm_generation.generate` gives them, or `topk_token_ids` and `topk_logprobs`."
+        )
+    return lacking
+
+
 def fill_in(behavior: tuple[Tensor, Tensor], scored: tuple[Tensor, Tensor], sampled_logps: Tensor) -> None:
     """Give the tokens of `behavior` without candidates those of `scored`, keeping their own logprob where finite.
 

@@ -3,7 +3,6 @@
 import inspect
 import math
 import textwrap
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from trl.trainer import grpo_trainer
 from . import rollout, trust_region
 from ._hooks import TRLCompatibilityError, substituted
 from .config import PDMGRPOConfig
+from .metrics import TokenMetrics
 from .topk_head import topk_head
 from .weight_sync import SyncCheck, quiet_bitsandbytes
 
@@ -23,23 +23,6 @@ logger = get_logger(__name__)
 
 # With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design: see the config.
 LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
-
-# Each metric is a ratio of two sums over tokens, or (with `None`) a maximum: see `trust_region.summarize`
-METRICS = {
-    "trust_region/outside": ("outside", "scored"),
-    "trust_region/masked": ("masked", "scored"),
-    "trust_region/masked_positive": ("masked_positive", "scored"),
-    "trust_region/masked_negative": ("masked_negative", "scored"),
-    "trust_region/direction_disagreement": ("disagree", "outside"),
-    "trust_region/divergence_mean": ("divergence", "scored"),
-    "trust_region/divergence_max": ("divergence_max", None),
-    "trust_region/topk_mass_behavior": ("topk_mass_behavior", "scored"),
-    "trust_region/topk_mass_policy": ("topk_mass_policy", "scored"),
-    "trust_region/unscored": ("unscored", "tokens"),
-    "importance_ratio/mean": ("ratio", "scored"),
-    "importance_ratio/max": ("ratio_max", None),
-    "importance_ratio/truncated": ("truncated", "scored"),
-}
 
 
 class PDMGRPOTrainer(GRPOTrainer):
@@ -91,7 +74,6 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._loss_inputs: dict[str, Any] | None = None  # the batch in `compute_loss`, until its forward has run
         self._behavior_logprobs: Any = None  # the last rollout's, one float per token
         self._skip_scoring = False
-        self._token_statistics: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
         def vllm_generation(**vllm_kwargs):
             self._check_top_k()
@@ -105,29 +87,34 @@ class PDMGRPOTrainer(GRPOTrainer):
         with substituted(grpo_trainer, VLLMGeneration=vllm_generation, GRPOConfig=PDMGRPOConfig):
             super().__init__(model, reward_funcs, PDMGRPOConfig.from_grpo(args), *other_args, **kwargs)
         self._check_top_k()
-        if self.rollout_func is not None:
-            self.rollout_func = rollout.with_candidates(self.rollout_func)
         if self.use_vllm and not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
             raise TRLCompatibilityError(
                 "`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`."
             )
-        # Without clipping by TRL, a ratio is bounded by the mask and `importance_ratio_max`
+        if self.rollout_func is not None:
+            self.rollout_func = rollout.with_candidates(self.rollout_func)
+
+        args = self.args
         self._mask_replaces_clipping = (
             self.loss_type in LOSSES_WITHOUT_SHAPING
             and self.importance_sampling_level == "token"
-            and self.args.delta is None
+            and args.delta is None
         )
         if self._mask_replaces_clipping:
             self.epsilon_low = self.epsilon_high = math.inf
-        args = self.args
-        low, high = (
-            (args.epsilon, args.epsilon_high)
-            if args.proximity == "ratio"
-            else (args.divergence_threshold, args.divergence_threshold_high)
-        )
+        low, high = {
+            "divergence": (args.divergence_threshold, args.divergence_threshold_high),
+            "ratio": (args.epsilon, args.epsilon_high),
+        }[args.proximity]
         self._thresholds = {"threshold_low": low, "threshold_high": low if high is None else high}
         self._sampling_is_truncated = self.use_vllm and (self.top_p < 1 or self.top_k > 0 or bool(self.min_p))
-        self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold)
+        self._told_of_truncation = False
+        self._token_metrics = TokenMetrics(self.accelerator.gather)
+        self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold, self.accelerator.gather)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
 
     @property
     def _vocab_size(self) -> int:
@@ -146,9 +133,8 @@ class PDMGRPOTrainer(GRPOTrainer):
         synced = self.vllm_generation.last_sync if self.use_vllm else None
         output = super()._generate(prompts)
         if self.use_vllm and (sync := self.vllm_generation.last_sync) is not synced:
-            metrics = self._metrics["train" if self.model.training else "eval"]
-            metrics["weight_sync/seconds"].append(sync.seconds)
-            metrics["weight_sync/bytes"].append(sync.bytes)
+            self._metrics[self._mode]["weight_sync/seconds"].append(sync.seconds)
+            self._metrics[self._mode]["weight_sync/bytes"].append(sync.bytes)
         if not isinstance(output, tuple) or len(output) != 8:
             raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns 8 values, logprobs in fifth place.")
         self._behavior_logprobs = output[4]
@@ -166,12 +152,13 @@ class PDMGRPOTrainer(GRPOTrainer):
             raise TRLCompatibilityError("`GRPOTrainer` no longer scores a rollout's policy first, then its reference.")
 
         logprobs, self._behavior_logprobs = self._behavior_logprobs, None
-        behavior = None
+        behavior, needs_scores = None, several_steps
         if logprobs is not None:
             behavior = rollout.collate(logprobs, batch["completion_ids"], self.args.divergence_top_k, self._vocab_size)
-        needs_scores = behavior is None and several_steps
+            needs_scores = self.rollout_func is not None and rollout.lack_candidates(
+                behavior[0], self._trained_on(batch)
+            )
         if self.rollout_func is not None:
-            needs_scores |= behavior is not None and self._lacks_candidates(batch, behavior[0])
             # Scoring is collective where the model is sharded: all processes do it, or none
             needs_scores = self.accelerator.gather(torch.tensor([needs_scores], device=self.accelerator.device)).any()
         if needs_scores:
@@ -184,25 +171,13 @@ class PDMGRPOTrainer(GRPOTrainer):
             batch["behavior_topk_ids"], batch["behavior_topk_logps"] = behavior
         return batch
 
-    def _lacks_candidates(self, batch: dict[str, Any], behavior_ids: Tensor) -> bool:
-        trained_on = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-        lacking = bool((trained_on & (behavior_ids[..., 0] < 0)).any())
-        if lacking:
-            logger.warning_once(
-                "`rollout_func` returns logprobs without their candidates, so the training model scores the behaviour "
-                "policy's top K: the trust region does not see how the sampling engine differs from it. Return the "
-                "logprobs as `trainer.vllm_generation.generate` gives them, or `topk_token_ids` and `topk_logprobs`."
-            )
-        return lacking
-
     def _score_behavior(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The behaviour policy where it is the trainer's own, before it is updated: ids and log-probabilities."""
         score = super()._get_per_token_logps_and_entropies
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         logits_to_keep = batch["completion_ids"].size(1)
-        mode = "train" if self.model.training else "eval"
-        batch_size = getattr(self.args, f"per_device_{mode}_batch_size")
+        batch_size = getattr(self.args, f"per_device_{self._mode}_batch_size")
         multimodal = {name: batch[name] for name in inspect.signature(score).parameters if name in batch}
         with (
             torch.no_grad(),
@@ -211,6 +186,10 @@ class PDMGRPOTrainer(GRPOTrainer):
         ):
             score(self.model, ids, attention_mask, logits_to_keep, batch_size=batch_size, **multimodal)
         return scores.ids, scores.logps
+
+    @staticmethod
+    def _trained_on(batch: dict[str, Any]) -> Tensor:
+        return (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
 
     # ---- Loss: the mask, as token-level advantages for TRL's own `_compute_loss`
 
@@ -228,11 +207,9 @@ class PDMGRPOTrainer(GRPOTrainer):
                 raise TRLCompatibilityError("`GRPOTrainer._compute_loss` no longer scores the batch it trains on.")
             return loss
         except KeyError as error:
-            if error.args == ("advantages",):
-                raise TRLCompatibilityError(
-                    "`GRPOTrainer._compute_loss` reads the advantages before scoring."
-                ) from error
-            raise
+            if error.args != ("advantages",):
+                raise
+            raise TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.") from error
         finally:
             self._loss_inputs = None
 
@@ -257,20 +234,25 @@ class PDMGRPOTrainer(GRPOTrainer):
             logps, *others = score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
         valid = inputs["behavior_topk_ids"] >= 0
         valid[..., 0] = True  # an empty slot 0 is a token without evidence, not the absence of a token
-        mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         evidence = trust_region.Evidence(inputs["behavior_topk_logps"], scores.logps, valid, scores.sum_sq)
+        comparable = mask = self._trained_on(inputs)
+        sums = {}
         if self._sampling_is_truncated:
             replayed, complete, log_mass = trust_region.replay_support(*evidence)
-            self._record_truncation(log_mass.detach(), complete, mask)
-            self._check_sync(replayed, mask & complete)
+            comparable = mask & complete
+            sums["support_known"], sums["support_unknown"] = comparable.sum(), (mask & ~complete).sum()
+            sums["log_surviving_mass"] = torch.where(comparable, log_mass.detach(), 0).sum()
+            self._check_sync(replayed, comparable)
             if self.args.sampling_support == "replay":
                 evidence, logps = replayed, logps - log_mass
         else:
             self._check_sync(evidence, mask)
-        inputs.update(self._apply_trust_region(evidence, scores.vocab_size, mask))
+        inputs.update(self._apply_trust_region(evidence, scores.vocab_size, mask, sums))
         return logps, *others
 
-    def _apply_trust_region(self, evidence: trust_region.Evidence, vocab_size: int, mask: Tensor) -> dict[str, Tensor]:
+    def _apply_trust_region(
+        self, evidence: trust_region.Evidence, vocab_size: int, mask: Tensor, sums: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """What TRL's loss is to use: `advantages` `(B, T)`, zero where masked, and behaviour logprobs `(B, T)`."""
         args = self.args
         advantages = self._advantages.unsqueeze(1) if self._advantages.dim() == 1 else self._advantages
@@ -285,7 +267,10 @@ class PDMGRPOTrainer(GRPOTrainer):
             tail_estimator=args.tail_estimator,
             **self._thresholds,
         )
-        self._record(*trust_region.summarize(assessment, *evidence[:3], advantages, mask, args.importance_ratio_max))
+        token_sums, maxima = trust_region.summarize(
+            assessment, *evidence[:3], advantages, mask, args.importance_ratio_max
+        )
+        self._token_metrics.add(self._mode, token_sums | sums, maxima)
         sampled, policy = evidence.behavior_logps[..., 0], evidence.policy_logps[..., 0].detach()
         old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1
         if self._mask_replaces_clipping and args.importance_ratio_max is not None:
@@ -299,52 +284,26 @@ class PDMGRPOTrainer(GRPOTrainer):
 
     def _check_sync(self, evidence: trust_region.Evidence, mask: Tensor) -> None:
         """Right after a sync vLLM and the trainer hold the same weights: do they give tokens the same probability?"""
-        samples_our_policy = (
-            self.use_vllm and self.rollout_func is None and self.vllm_generation.samples_from_the_policy
-        )
-        if not (samples_our_policy and self.model.training):
+        if not (self.use_vllm and self.model.training and self.rollout_func is None):
+            return
+        if not self.vllm_generation.samples_from_the_policy:
             return
         if not self._sync_check.is_due(self.state.global_step, self._last_loaded_step):
             return
-        difference = (evidence.behavior_logps[..., 0] - evidence.policy_logps[..., 0].detach()).abs()
-        known = mask & ~difference.isnan()
-        difference = torch.where(known, difference, 0)
-        gathered = self.accelerator.gather(torch.stack([difference.sum(), known.sum(), difference.max()])[None])
-        total, count, largest = gathered[:, 0].sum(), gathered[:, 1].sum(), gathered[:, 2].max()
-        mean, largest = (total / count.clamp(min=1)).item(), largest.item()
+        mean, largest = self._sync_check.difference(evidence.behavior_logps, evidence.policy_logps, mask)
         self._metrics["train"]["weight_sync/logp_difference_mean"].append(mean)
         self._metrics["train"]["weight_sync/logp_difference_max"].append(largest)
         self._sync_check.verify(mean, largest, self.vllm_generation.suspects)
 
-    def _record_truncation(self, log_mass: Tensor, complete: Tensor, mask: Tensor) -> None:
-        mode = "train" if self.model.training else "eval"
-        counts = torch.stack([mask.sum(), (mask & complete).sum(), -torch.where(mask, log_mass, 0).sum()])
-        tokens, known, bias = self.accelerator.gather(counts[None]).sum(0).tolist()
-        self._metrics[mode]["trust_region/support_unknown"].append((tokens - known) / max(tokens, 1))
-        if known and self.args.sampling_support == "full":
-            logger.warning_once(
-                f"vLLM samples with `top_p`, `top_k` or `min_p`, which renormalise its logprobs over the tokens that "
-                f"survive; the training policy's are not. On this rollout that adds {-bias / known:+.3f} nats to a "
-                "token's log-ratio on average, and to its divergence. `sampling_support='replay'` removes it."
-            )
-
-    # ---- Metrics: gathered as tensors in the loss, read when TRL logs
-
-    def _record(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
-        mode = "train" if self.model.training else "eval"
-        self._statistic_names = [*sums, *maxima]
-        local = torch.stack([*sums.values(), *maxima.values()]).float()
-        gathered = self.accelerator.gather(local[None])
-        self._token_statistics[mode].append((gathered[:, : len(sums)].sum(0), gathered[:, len(sums) :].amax(0)))
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        mode = "train" if self.model.training else "eval"
-        if recorded := self._token_statistics.pop(mode, None):
-            sums, maxima = (torch.stack(part).cpu().double() for part in zip(*recorded, strict=True))
-            values = [*sums.sum(0).tolist(), *maxima.amax(0).tolist()]
-            total = dict(zip(self._statistic_names, values, strict=True)) | {None: 1.0}
-            total["unscored"] = total["tokens"] - total["scored"]
-            for name, (numerator, denominator) in METRICS.items():
-                if total[denominator]:  # a share of no tokens is no number
-                    self._metrics[mode][name] = [total[numerator] / total[denominator]]
+        metrics = self._token_metrics.pop(self._mode)
+        self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
+        bias = metrics.get("trust_region/log_surviving_mass")
+        if bias is not None and self.args.sampling_support == "full" and not self._told_of_truncation:
+            self._told_of_truncation = True
+            logger.warning(
+                "vLLM samples with `top_p`, `top_k` or `min_p`, which renormalise its logprobs over the tokens that "
+                f"survive; the training policy's are not. Here that adds {bias:+.3f} nats to a token's log-ratio on "
+                "average, and its like to the divergence. `sampling_support='replay'` removes it."
+            )
         super().log(logs, start_time)

@@ -68,10 +68,11 @@ class SyncCheck:
     Args:
         every (`int`): steps between two checks, 0 for none. The first comes with the first sync.
         threshold (`float`): mean absolute difference, in nats, at which the run stops.
+        gather (`Callable`): concatenates a tensor of all processes along the first dimension.
     """
 
-    def __init__(self, every: int, threshold: float):
-        self.every, self.threshold = every, threshold
+    def __init__(self, every: int, threshold: float, gather: Callable[[Tensor], Tensor]):
+        self.every, self.threshold, self._gather = every, threshold, gather
         self._last: int | None = None
 
     def is_due(self, step: int, synced_at: int) -> bool:
@@ -80,6 +81,15 @@ class SyncCheck:
         if due:
             self._last = step
         return due
+
+    def difference(self, sampled: Tensor, trained: Tensor, mask: Tensor) -> tuple[float, float]:
+        """Mean and largest difference in nats of the sampled tokens (slot 0), over all processes' tokens in `mask`."""
+        apart = (sampled[..., 0] - trained[..., 0].detach()).abs()
+        known = mask & ~sampled[..., 0].isnan()
+        apart = torch.where(known, apart, 0)
+        gathered = self._gather(torch.stack([apart.sum(), known.sum(), apart.max()])[None])
+        total, count = gathered[:, :2].sum(0).tolist()
+        return total / max(count, 1), gathered[:, 2].max().item()
 
     def verify(self, mean: float, largest: float, suspects: Callable[[], list[str]]) -> None:
         """Stop a run whose difference only wrong weights explain.
@@ -338,13 +348,21 @@ def lora_model_params(model: "PeftModel", merged: bool) -> Iterator[tuple[str, T
             continue
         path, _, leaf = name.rpartition(".")
         if get_bnb_param_type(param):
-            param = dequantize_bnb_weight(param, state=getattr(base.get_submodule(path), "state", None))
+            param = _dequantized(base.get_submodule(path))
         if path.endswith(".base_layer"):
             path = path.removesuffix(".base_layer")
             layer = base.get_submodule(path)
             if merged and leaf == "weight" and adapter in layer.r:
                 param = (param.float() + layer.get_delta_weight(adapter).float()).to(param.dtype)
         yield f"{path}.{leaf}", param
+
+
+def _dequantized(module: nn.Linear) -> Tensor:
+    if not getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+        return dequantize_bnb_weight(module.weight, state=getattr(module, "state", None))
+    # An evaluation on a CPU repacks 4-bit weights for a product that is now the only one to read them
+    weight = module(torch.eye(module.in_features)).T
+    return weight if module.bias is None else weight - module.bias[:, None]
 
 
 _cast_notices: set[str] = set()

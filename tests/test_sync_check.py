@@ -1,0 +1,162 @@
+"""On a real engine: a sync that went wrong stops the run and names its tensors; truncated sampling can be replayed."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.test_trainer import T, make_trainer
+from tests.test_trainer_run import Recorder
+from trl_pdm import trust_region, weight_sync
+from trl_pdm.weight_sync import SyncCheck, WeightSyncError
+
+
+def test_check_is_due_right_after_a_sync_and_then_every_so_many_steps():
+    check = SyncCheck(10, 0.5, gather=lambda x: x)
+    due = [step for step in range(30) if check.is_due(step, synced_at=step // 4 * 4)]
+    assert due == [0, 12, 24]
+    assert not any(SyncCheck(0, 0.5, gather=lambda x: x).is_due(step, step) for step in range(5))
+
+
+def test_difference_above_the_threshold_or_no_number_stops():
+    check = SyncCheck(1, 0.5, gather=lambda x: x)
+    check.verify(0.5, 3.0, suspects=lambda: pytest.fail("nothing is wrong"))
+    with pytest.raises(WeightSyncError, match="0.510 nats .* `sync_check_threshold=0.5` .*: a, b"):
+        check.verify(0.51, 3.0, suspects=lambda: ["a", "b"])
+    with pytest.raises(WeightSyncError, match="No tensor that can be compared"):
+        check.verify(float("nan"), 3.0, suspects=lambda: [])
+
+
+def test_replayed_support_equals_a_softmax_over_the_survivors():
+    torch.manual_seed(0)
+    logits = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+    mu = (logits.detach() + 0.3 * torch.randn(6, 12)).softmax(-1)
+    survivors, ids = mu.topk(5, dim=-1)
+    survivors = survivors / survivors.sum(-1, keepdim=True)
+    survivors[3:] *= 0.9  # here some survivors are not among the candidates
+    behavior = torch.cat([survivors.log(), torch.full((6, 2), -torch.inf)], -1)  # the engine's word for "filtered"
+    ids = torch.cat([ids, torch.tensor([[0, 1]]).expand(6, 2)], -1)
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    policy = logits.log_softmax(-1).gather(-1, ids)
+    evidence, complete, log_mass = trust_region.replay_support(behavior, policy, valid, policy.exp().square().sum(-1))
+    assert complete.tolist() == [True] * 3 + [False] * 3
+    expected = logits.gather(-1, ids[:, :5]).log_softmax(-1)  # an independent softmax, with its gradient
+    torch.testing.assert_close(evidence.policy_logps[:3, :5], expected[:3].detach())
+    torch.testing.assert_close(evidence.policy_logps[3:], policy[3:].detach())
+    torch.testing.assert_close(evidence.policy_sum_sq[:3], expected[:3].exp().square().sum(-1).detach())
+    assert not evidence.valid[:3, 5:].any() and evidence.valid[3:].all()
+    (actual,) = torch.autograd.grad((policy[:, 0] - log_mass)[:3].sum(), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected[:3, 0].sum(), logits)
+    torch.testing.assert_close(actual, wanted)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return make_trainer(
+        tmp_path_factory.mktemp("engine"),
+        tie_word_embeddings=True,
+        use_vllm=True,
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_length=64,
+        divergence_top_k=40,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=1,
+        steps_per_generation=2,
+        learning_rate=3e-2,
+        lr_scheduler_type="constant",
+        max_steps=6,
+        sync_check_steps=1,
+        max_completion_length=T,
+    )
+
+
+@pytest.fixture(scope="module")
+def initial(trainer):
+    return copy.deepcopy(trainer.model.state_dict())
+
+
+@pytest.fixture
+def restart(trainer, initial):
+    """Train from the start, on the one engine that all tests share."""
+    trainer.model.load_state_dict(initial)
+
+    def run():
+        trainer.add_callback(recorder := Recorder())
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer._last_loaded_step, trainer._step, trainer._buffered_inputs = -1, 0, None
+        trainer._sync_check._last = None
+        trainer._metrics["train"].clear()
+        trainer._token_metrics._recorded.clear()
+        try:
+            trainer.train()
+        finally:
+            trainer.remove_callback(recorder)
+        return recorder.logs
+
+    return run
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+class TestOnARealEngine:
+    def test_right_weights_pass_and_are_measured(self, restart):
+        logs = restart()
+        means = [log["weight_sync/logp_difference_mean"] for log in logs if "weight_sync/logp_difference_mean" in log]
+        assert len(means) == 3 and max(means) < 0.02  # three rollouts, the last after four updates
+        assert max(log.get("trust_region/divergence_max", 0) for log in logs) > 0.01, "the policy must move"
+
+    def test_corrupted_sync_stops_and_names_the_tensor(self, trainer, restart, monkeypatch):
+        push = trainer.vllm_generation._sync.push
+
+        def corrupt(model):
+            dict(model.named_parameters())["model.layers.1.post_attention_layernorm.weight"].data.mul_(-3)
+            dict(model.named_parameters())["model.norm.weight"].data.mul_(-3)
+
+        def push_and_corrupt(llm):
+            moved = push(llm)
+            llm.apply_model(corrupt)
+            return moved
+
+        monkeypatch.setattr(trainer.vllm_generation._sync, "push", push_and_corrupt)
+        before = [p.clone() for p in trainer.model.parameters()]
+        with pytest.raises(WeightSyncError) as error:
+            restart()
+        assert "model.layers.1.post_attention_layernorm, model.norm." in str(error.value)
+        assert all(map(torch.equal, before, trainer.model.parameters())), "it must stop before it trains"
+
+    def test_corrupted_fused_layer_is_named(self, trainer, restart, monkeypatch):
+        params = trainer.vllm_generation._sync.params
+
+        def with_a_wrong_query(**kwargs):
+            for name, param in params():
+                yield name, param.flip(0) * 4 if name.endswith("0.self_attn.q_proj.weight") else param
+
+        monkeypatch.setattr(trainer.vllm_generation._sync, "params", with_a_wrong_query)
+        trainer.vllm_generation.sync_weights()
+        monkeypatch.undo()
+        assert trainer.vllm_generation.suspects() == ["model.layers.0.self_attn.qkv_proj"]
+        trainer.vllm_generation.sync_weights()
+        assert trainer.vllm_generation.suspects() == []
+
+    def test_stale_tied_head_stops_and_is_named(self, trainer, restart, monkeypatch):
+        monkeypatch.setattr(weight_sync, "_repack_tied_heads", lambda model: None)
+        with torch.no_grad():
+            trainer.model.get_input_embeddings().weight.copy_(trainer.model.get_input_embeddings().weight.flip(0))
+        with pytest.raises(WeightSyncError, match="differ from the trainer's: lm_head"):
+            restart()
+
+    @pytest.mark.parametrize("support, is_one", [("full", False), ("replay", True)])
+    def test_replay_makes_on_policy_ratios_one_under_top_p(
+        self, trainer, restart, monkeypatch, caplog, support, is_one
+    ):
+        monkeypatch.setattr(trainer.vllm_generation, "top_p", 0.9)
+        monkeypatch.setattr(trainer, "_sampling_is_truncated", True)
+        monkeypatch.setattr(trainer.args, "sampling_support", support)
+        monkeypatch.setattr(trainer, "_told_of_truncation", False)
+        logs = [log for log in restart() if "weight_sync/logp_difference_mean" in log]
+        on_policy = [abs(log["importance_ratio/mean"] - 1) for log in logs]
+        assert all(log["trust_region/support_unknown"] < 0.5 for log in logs)
+        assert sum("renormalise its logprobs" in line for line in caplog.messages) == (0 if is_one else 1)
+        assert (max(on_policy) < 1e-3) if is_one else (min(on_policy) > 0.02), on_policy
+        # Either way the check compares like with like
+        assert max(log["weight_sync/logp_difference_mean"] for log in logs) < 0.02

@@ -1,0 +1,60 @@
+"""Metrics over tokens: summed as tensors in the loss, over all processes, and read only when they are logged."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+# Each is a ratio of two sums over tokens, or (with `None`) a maximum: see `trust_region.summarize`
+METRICS = {
+    "trust_region/outside": ("outside", "scored"),
+    "trust_region/masked": ("masked", "scored"),
+    "trust_region/masked_positive": ("masked_positive", "scored"),
+    "trust_region/masked_negative": ("masked_negative", "scored"),
+    "trust_region/direction_disagreement": ("disagree", "outside"),
+    "trust_region/divergence_mean": ("divergence", "scored"),
+    "trust_region/divergence_max": ("divergence_max", None),
+    "trust_region/topk_mass_behavior": ("topk_mass_behavior", "scored"),
+    "trust_region/topk_mass_policy": ("topk_mass_policy", "scored"),
+    "trust_region/unscored": ("unscored", "tokens"),
+    "trust_region/support_unknown": ("support_unknown", "tokens"),
+    "trust_region/log_surviving_mass": ("log_surviving_mass", "support_known"),
+    "importance_ratio/mean": ("ratio", "scored"),
+    "importance_ratio/max": ("ratio_max", None),
+    "importance_ratio/truncated": ("truncated", "scored"),
+}
+
+
+class TokenMetrics:
+    """Accumulates sums and maxima, token-weighted over micro-batches and processes.
+
+    Args:
+        gather (`Callable`): concatenates a tensor of all processes along the first dimension.
+    """
+
+    def __init__(self, gather: Callable[[Tensor], Tensor]):
+        self._gather = gather
+        self._recorded: dict[str, list[tuple[list[str], Tensor, Tensor]]] = defaultdict(list)
+
+    def add(self, mode: str, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
+        """Record 0-dim tensors of one micro-batch, on every process."""
+        local = torch.stack([value.float() for value in (*sums.values(), *maxima.values())])
+        gathered = self._gather(local[None])
+        totals = gathered[:, : len(sums)].sum(0), gathered[:, len(sums) :].amax(0)
+        self._recorded[mode].append(([*sums, *maxima], *totals))
+
+    def pop(self, mode: str) -> dict[str, float]:
+        """The metrics of everything recorded since the last call. A share of no tokens is left out."""
+        if not (recorded := self._recorded.pop(mode, None)):
+            return {}
+        names, *_ = recorded[-1]
+        sums, maxima = (torch.stack(part).cpu().double() for part in list(zip(*recorded, strict=True))[1:])
+        total = dict(zip(names, [*sums.sum(0).tolist(), *maxima.amax(0).tolist()], strict=True)) | {None: 1.0}
+        total["unscored"] = total["tokens"] - total["scored"]
+        return {
+            name: total[numerator] / total[denominator]
+            for name, (numerator, denominator) in METRICS.items()
+            if numerator in total and total[denominator]
+        }
