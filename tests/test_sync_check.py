@@ -62,7 +62,7 @@ def trainer(tmp_path_factory):
         per_device_train_batch_size=16,
         gradient_accumulation_steps=1,
         steps_per_generation=2,
-        learning_rate=3e-2,
+        learning_rate=1e-2,
         lr_scheduler_type="constant",
         max_steps=6,
         sync_check_steps=1,

@@ -270,6 +270,34 @@ def chunks(monkeypatch) -> list[tuple[int, int]]:
     return shapes
 
 
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "phi"])
+def test_gradients_through_the_candidates(name, layout, batch, chunks):
+    model = build(name).train()
+    ids = candidates(batch, log_softmax_of_logits(model, batch))
+    tokens = torch.cat([batch.sampled[..., None], ids[..., 1:]], -1).long().clamp(min=0)
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(3))
+    weights[..., 1:] *= ids[..., 1:] >= 0
+    weights *= batch.mask[..., None]
+    gradients = []
+    for fused in (False, True):
+        if fused:
+            with topk_head(batch.attention_mask, T, 2, ids=ids, with_sum_sq=True, with_grad=True) as scores:
+                trl_score(fuse(model), batch, 2)
+            assert not scores.sum_sq.requires_grad
+            logps = scores.logps
+        else:
+            logits = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            logps = (logits[:, -T - 1 : -1] / 0.7).log_softmax(-1).gather(-1, tokens)
+        model.zero_grad()
+        (logps * weights).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for with_logits, without in zip(*gradients, strict=True):
+        assert_close(without, with_logits, rtol=1e-4, atol=1e-5 * with_logits.abs().max().item())
+    with torch.no_grad(), topk_head(batch.attention_mask, T, ids=ids, with_grad=True) as scores:
+        trl_score(model, batch)
+    assert not scores.logps.requires_grad
+
+
 @pytest.mark.parametrize("k", [1, 40, VOCAB])
 @pytest.mark.parametrize("name", ["gemma2", "phi"])
 def test_top_k_over_chunks_of_tokens_and_of_the_vocabulary(name, k, layout, batch, chunks):
