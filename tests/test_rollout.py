@@ -28,7 +28,7 @@ from trl.trainer.utils import pad
 
 from tests import tiny
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
-from trl_pdm import trainer as trainer_module
+from trl_pdm import rollout as rollout_module
 from trl_pdm.rollout import (
     Candidates,
     TokenLogprob,
@@ -304,9 +304,7 @@ def test_memory_per_token(route, top_k):
 
 
 def test_from_lists_without_the_sampled_token():
-    with pytest.raises(
-        ValueError, match="completion 1 are not those of its tokens: at position 1, token 9 was sampled"
-    ):
+    with pytest.raises(ValueError, match="completion 1 are not those .*: at position 1, token 9 was sampled"):
         from_lists([[5], [6, 9]], [[[5, 1]], [[6, 1], [2, 3]]], [[[-1, -2]], [[-1, -2], [-1, -2]]])
 
 
@@ -448,11 +446,8 @@ def test_rollout_func_with_top_k_fields(tmp_path, env_mask):
             if env_mask and t == 1:
                 assert ids[t].tolist() == [-1] * 7
                 continue
-            top = [i for i in full[t].topk(6).indices.tolist()]
-            assert (
-                ids[t].tolist()[:7]
-                == [token] + [-1 if i == token else i for i in by_probability(full[t], {token, *top})][:6]
-            )
+            ranked = by_probability(full[t], {token, *full[t].topk(6).indices.tolist()})[:6]
+            assert ids[t].tolist() == [token] + [-1 if i == token else i for i in ranked]
             filled = ids[t] >= 0
             torch.testing.assert_close(logps[t][filled], full[t][ids[t][filled].long()], rtol=1e-4, atol=1e-5)
     trainer.train()
@@ -520,17 +515,7 @@ def change_output(tmp_path, change):
         ),
         (name_a_foreign_token, "token id 41, beyond .* vocabulary of 41"),
     ],
-    ids=[
-        "sequences",
-        "tokens",
-        "logprobs",
-        "entries",
-        "half",
-        "no-logprobs",
-        "no-completions",
-        "off-by-one",
-        "vocabulary",
-    ],
+    ids="sequences tokens logprobs entries half no-logprobs no-completions off-by-one vocabulary".split(),
 )
 def test_rollout_func_that_does_not_fit_together(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
@@ -548,7 +533,7 @@ def test_rollout_func_with_plain_logprobs_is_scored(tmp_path, caplog, schedule):
         return output
 
     trainer = make_trainer(tmp_path, with_an_unknown, gradient_accumulation_steps=1, **schedule)
-    trainer_module.logger.warning_once.cache_clear()  # it remembers what was said in this process
+    rollout_module.logger.warning_once.cache_clear()  # it remembers what was said in this process
     with caplog.at_level(logging.WARNING, logger="trl_pdm"):
         batch = generate(trainer)
         generate(trainer)
@@ -660,9 +645,8 @@ def test_engine_batch_is_the_policy_that_sampled(engine):
     assert batch["behavior_topk_ids"].shape == (12, lengths.max(), ENGINE_TOP_K + 1)
     assert batch["behavior_topk_ids"].dtype == torch.int32 and batch["behavior_topk_logps"].dtype == torch.float32
     padding = batch["completion_mask"] == 0
-    assert (batch["behavior_topk_ids"][padding] == -1).all() and batch["behavior_topk_logps"][padding][
-        :, 0
-    ].isnan().all()
+    assert (batch["behavior_topk_ids"][padding] == -1).all()
+    assert batch["behavior_topk_logps"][padding][:, 0].isnan().all()
     for group in batch["prompt_ids"].view(4, 3, -1):  # generations of one prompt stay together
         assert (group == group[0]).all()
     assert len({tuple(row) for row in batch["completion_ids"].tolist()}) > 6

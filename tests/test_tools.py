@@ -120,6 +120,8 @@ def conversation(rng):
 
 def train(model, tokenizer, steps=60, batch_size=32):
     rng = random.Random(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small are slower in several
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(steps):
         rows = [
@@ -130,6 +132,7 @@ def train(model, tokenizer, steps=60, batch_size=32):
         model(input_ids=ids, labels=ids.masked_fill(ids == 0, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.generation import vllm_generation
@@ -51,6 +52,8 @@ def save_model(tmp_path, tied=False):
 
 
 def make_trainer(tmp_path, model=None, peft_config=None, quantization_config=None, tied=False, **args):
+    if peft_config:
+        args.setdefault("learning_rate", 5e-2)
     defaults = dict(
         output_dir=str(tmp_path),
         per_device_train_batch_size=8,
@@ -61,6 +64,7 @@ def make_trainer(tmp_path, model=None, peft_config=None, quantization_config=Non
         divergence_top_k=6,
         max_steps=6,
         learning_rate=1e-2,
+        lr_scheduler_type="constant",
         use_vllm=True,
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=64,
@@ -84,6 +88,11 @@ def make_trainer(tmp_path, model=None, peft_config=None, quantization_config=Non
 
 
 # ---- A real engine
+
+
+@pytest.fixture(autouse=True)
+def accelerate_state():
+    PartialState(cpu=True)  # which accelerate's logger asks who may log
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +198,7 @@ def test_a_corrupted_sync_is_visible(tied, tmp_path, engine_args, vllm_warnings,
     check_in_sync(trainer)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
-            parameter.add_(parameter.std() * 0.3 * torch.randn_like(parameter))
+            parameter.add_(parameter.std() * torch.randn_like(parameter))
     params = list(trainer.vllm_generation._sync.params())
 
     def sync_without(part):
@@ -216,7 +225,7 @@ def test_a_corrupted_sync_is_visible(tied, tmp_path, engine_args, vllm_warnings,
 ADAPTERS = {
     "plain": {},
     "rank-stabilized": {"use_rslora": True, "r": 6},
-    "patterns": {"rank_pattern": {"q_proj": 12, "down_proj": 3}, "alpha_pattern": {"v_proj": 5, "up_proj": 40}},
+    "patterns": {"r": 5, "rank_pattern": {"q_proj": 8, "down_proj": 3}, "alpha_pattern": {"v_proj": 5, "up_proj": 40}},
     "some layers": {"target_modules": ["o_proj", "gate_proj"], "layers_to_transform": [1]},
 }
 
@@ -230,7 +239,7 @@ def test_adapter_sync(name, tmp_path, engine_args):
     with torch.no_grad():
         for parameter in trainer.model.get_base_model().parameters():
             parameter.add_(parameter.std() * 0.3 * torch.randn_like(parameter))
-    assert engine_args["enable_lora"] and engine_args["max_lora_rank"] in (8, 16)
+    assert engine_args["enable_lora"] and engine_args["max_lora_rank"] == 8
     engine = trainer.vllm_generation.llm.llm_engine
     trainer.train()
     base = copy.deepcopy(trainer.model).unload().eval()
@@ -273,7 +282,7 @@ def test_adapter_in_calls_of_the_engine_itself(tmp_path, engine_args):
 def test_reference_adapter_is_not_served(tmp_path, engine_args):
     path = save_model(tmp_path, tied=True)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False))
-    trainer = make_trainer(tmp_path, model=model, beta=0.05)
+    trainer = make_trainer(tmp_path, model=model, beta=0.05, learning_rate=5e-2)
     assert set(trainer.model.peft_config) == {"default", "ref"}
     reference = copy.deepcopy(trainer.model)
     trainer.train()
@@ -336,10 +345,8 @@ def test_what_vllm_cannot_serve_is_merged(overrides, tmp_path, engine_args, capl
     trainer = make_trainer(tmp_path, peft_config=lora(**overrides))
     assert "enable_lora" not in engine_args
     (field,) = overrides
-    told = "lm_head" if field == "target_modules" else field
-    assert any(
-        "vllm_weight_sync='auto'" in record.getMessage() and told in record.getMessage() for record in caplog.records
-    )
+    (warning,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "vllm_weight_sync" in text]
+    assert field in warning
     trainer.train()
     assert check_in_sync(trainer, was=initial(trainer)).mode == "full"
 
@@ -347,7 +354,13 @@ def test_what_vllm_cannot_serve_is_merged(overrides, tmp_path, engine_args, capl
 # ---- The choice, without an engine
 
 
-SERVABLE = [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 64}}, {"target_modules": ["o_proj"], "layers_to_transform": [0]}, {"r": 512}]
+SERVABLE = [
+    {},
+    {"use_rslora": True},
+    {"rank_pattern": {"q_proj": 64}},
+    {"target_modules": ["o_proj"], "layers_to_transform": [0]},
+    {"r": 512},
+]
 UNSERVABLE = {
     "use_dora": {"use_dora": True},
     "modules_to_save": {"modules_to_save": ["lm_head"]},

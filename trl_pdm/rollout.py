@@ -5,7 +5,6 @@ of that and slices, concatenates and pads these floats through multi-turn tool c
 [`TokenLogprob`] is such a float that also points to its candidates, so they stay with their token all the way.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
@@ -33,7 +33,7 @@ from .weight_sync import (
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)  # of the main process, and it can say a thing once
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
 # nats; a sampled token this much more probable than a candidate must be a candidate too, whatever the rounding

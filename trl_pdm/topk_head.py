@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 from trl.trainer import utils as trl_utils
 
 from ._hooks import TRLCompatibilityError, substituted
@@ -89,29 +89,26 @@ class _Head:
 
     def at(self, ids: Tensor) -> Tensor:
         """Transformed logits of `ids` `(N, S)` at the hidden states `(N, H)`: `(N, S)`, float32."""
-        n, slots = ids.shape
+        return _LogitsAt.apply(self.hidden, self.weight, self.bias, ids, self)
+
+    def chunks(self, n: int, slots: int) -> Iterator[tuple[slice, slice]]:
+        """Tokens and slots whose rows of the head are gathered at once."""
         width = self.hidden.shape[1]
         # A gathered row is held once in the head's dtype, and once more where that is not the compute dtype; its id and
-        # its logit come with it.
-        row_bytes = width * self.weight.element_size() + self._cast_bytes(self.weight) + 16
+        # its logits come with it.
+        row_bytes = width * self.weight.element_size() + self._cast_bytes(self.weight) + 32
         hidden_bytes = self._cast_bytes(self.hidden)
         slots_at_once = max(1, min(slots, (CHUNK_BYTES - hidden_bytes) // row_bytes))
         tokens_at_once = max(1, CHUNK_BYTES // (row_bytes * slots_at_once + hidden_bytes))
-        z = torch.empty(n, slots, dtype=torch.float32, device=ids.device)
         for t in range(0, n, tokens_at_once):
-            hidden = self.hidden[t : t + tokens_at_once].to(self.dtype).unsqueeze(-1)
             for s in range(0, slots, slots_at_once):
-                chunk = ids[t : t + tokens_at_once, s : s + slots_at_once].long().clamp(min=0)
-                # Should the backward pass come back here, it gathers the rows again rather than find them all kept
-                z[t : t + tokens_at_once, s : s + slots_at_once] = checkpoint(
-                    self._products, hidden, chunk, use_reentrant=False, preserve_rng_state=False
-                )
-        return z
+                yield slice(t, t + tokens_at_once), slice(s, s + slots_at_once)
 
-    def _products(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        products = torch.bmm(self.weight[ids].to(self.dtype), hidden).squeeze(-1)
-        if self.bias is not None:
-            products = products + self.bias[ids].to(self.dtype)
+    def products(self, hidden: Tensor, rows: Tensor, biases: Tensor | None) -> Tensor:
+        """Transformed logits of `rows` `(N, S, H)` of the head at `hidden` `(N, H)`: `(N, S)`, float32."""
+        products = torch.bmm(rows.to(self.dtype), hidden.to(self.dtype).unsqueeze(-1)).squeeze(-1)
+        if biases is not None:
+            products = products + biases.to(self.dtype)
         return self.transform(products)
 
     def top(self, k: int, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,6 +138,44 @@ class _Head:
         z[:, :1] = self.at(ids[:, :1])
         ids[:, 1:].masked_fill_(ids[:, 1:] == ids[:, :1], -1)
         return ids, z
+
+
+class _LogitsAt(torch.autograd.Function):
+    """[`_Head.at`]. Its backward pass gathers the rows again, rather than find them all kept, and adds up gradients in
+    float32, as TRL's kernel does: in bfloat16 those of a token that is often a candidate would be rounded away."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids, head):
+        ctx.save_for_backward(hidden, weight, bias, ids)
+        ctx.head = head
+        z = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        for t, s in head.chunks(*ids.shape):
+            chunk = ids[t, s].long().clamp(min=0)
+            z[t, s] = head.products(hidden[t], weight[chunk], None if bias is None else bias[chunk])
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        hidden, weight, bias, ids = ctx.saved_tensors
+        sources = hidden, weight, bias
+        needed = [i for i in range(3) if ctx.needs_input_grad[i]]
+        with trl_utils.maybe_gather_lm_head_ctx(weight, bias):
+            sums = {i: torch.zeros_like(sources[i], dtype=torch.float32) for i in needed}
+            for t, s in ctx.head.chunks(*ids.shape):
+                chunk = ids[t, s].long().clamp(min=0)
+                inputs = [hidden[t].detach(), weight[chunk], None if bias is None else bias[chunk]]
+                for i in needed:
+                    inputs[i].requires_grad_()
+                with torch.enable_grad():
+                    z = ctx.head.products(*inputs)
+                parts = torch.autograd.grad(z, [inputs[i] for i in needed], grad[t, s])
+                for i, part in zip(needed, parts, strict=True):
+                    if i == 0:
+                        sums[0][t] += part
+                    else:
+                        sums[i].index_add_(0, chunk.flatten(), part.flatten(0, 1).float())
+        return *(sums[i].to(sources[i].dtype) if i in sums else None for i in range(3)), None, None
 
 
 @contextmanager

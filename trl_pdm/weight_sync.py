@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from peft import PeftType
 from peft.tuners.lora import LoraLayer
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from vllm import LLM
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WEIGHT_SYNCS = ("auto", "full", "adapter")
 
@@ -260,7 +261,8 @@ def why_not_plain_lora(model: "PreTrainedModel | PeftModel", sharded: bool = Fal
     if unusual := _unusual(config, _NOT_PLAIN):
         return f"the LoRA config sets {unusual}"
     for name, layer in lora_layers(model).items():
-        if layer.lora_variant.get(model.active_adapter) or not isinstance(layer.base_layer, (nn.Linear, nn.Embedding)):
+        variant = getattr(layer, "lora_variant", {}).get(model.active_adapter)
+        if variant or not isinstance(layer.base_layer, (nn.Linear, nn.Embedding)):
             return f"LoRA of `{name}` is not plain"
     return None
 
@@ -282,7 +284,10 @@ def why_not_servable(model: "PeftModel") -> str | None:
     if engine_rank(model) is None:
         return f"vLLM serves no LoRA of rank {adapter_rank(model)}"
     from vllm.model_executor.models import ModelRegistry, supports_lora
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu() and any(".experts." in name for name, _ in model.named_parameters()):
+        return "on a CPU vLLM serves no LoRA of models with experts"
     # What vLLM does not know itself runs on its Transformers backend, which serves LoRA
     for architecture in set(model.config.architectures or ()) & set(ModelRegistry.models):
         if not supports_lora(ModelRegistry.models[architecture].load_model_cls()):
@@ -408,6 +413,7 @@ def reload_weights(llm: "LLM", named_params: Params) -> int:
     with _quiet_reload(has_tied_head=any(llm.apply_model(_has_tied_head))):
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
     llm.apply_model(_repack_tied_heads)
+    llm.apply_model(_repack_experts)
     return moved
 
 
@@ -445,6 +451,14 @@ def _repack_tied_heads(model: nn.Module) -> None:
     # The reload visits a tied weight once, as the embedding: a head that was repacked keeps its old, packed copy.
     for head in _tied_heads(model):
         head.quant_method.process_weights_after_loading(head)
+
+
+def _repack_experts(model: nn.Module) -> None:
+    # On a CPU only the first load packs them
+    if next(model.parameters()).is_cpu:
+        for layer in model.modules():
+            if kernel := getattr(getattr(layer, "quant_method", None), "moe_kernel", None):
+                kernel.fused_experts.process_weights_after_loading(layer)
 
 
 @torch.no_grad()
