@@ -270,9 +270,10 @@ def chunks(monkeypatch) -> list[tuple[int, int]]:
     return shapes
 
 
-@pytest.mark.parametrize("name", ["gemma2", "cohere", "phi"])
-def test_gradients_through_the_candidates(name, layout, batch, chunks):
+@pytest.mark.parametrize(("name", "frozen"), [("gemma2", False), ("cohere", False), ("phi", False), ("granite", True)])
+def test_gradients_through_the_candidates(name, frozen, layout, batch, chunks):
     model = build(name).train()
+    model.get_output_embeddings().requires_grad_(not frozen)
     ids = candidates(batch, log_softmax_of_logits(model, batch))
     tokens = torch.cat([batch.sampled[..., None], ids[..., 1:]], -1).long().clamp(min=0)
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(3))
@@ -290,7 +291,7 @@ def test_gradients_through_the_candidates(name, layout, batch, chunks):
             logps = (logits[:, -T - 1 : -1] / 0.7).log_softmax(-1).gather(-1, tokens)
         model.zero_grad()
         (logps * weights).sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        gradients.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
     for with_logits, without in zip(*gradients, strict=True):
         assert_close(without, with_logits, rtol=1e-4, atol=1e-5 * with_logits.abs().max().item())
     with torch.no_grad(), topk_head(batch.attention_mask, T, ids=ids, with_grad=True) as scores:
