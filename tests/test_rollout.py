@@ -219,13 +219,10 @@ def test_logprobs_off_by_one_are_refused(seed, shift):
 # ---- The float that carries its candidates
 
 
-def carried_sequence(length=6, entries=4, seed=0):
-    rng = random.Random(seed)
-    tokens = [random_token(rng, entries) for _ in range(length)]
-    tokens = [
-        ((i, -1.0 if math.isnan(lp) else lp), [(j, -2.0 - n) for n, (j, _) in enumerate(top)])
-        for (i, lp), top in tokens
-    ]
+def carried_sequence(length=6, entries=4):
+    """The sampled token is the second most probable one, or none of the candidates."""
+    tops = [[(t + n, -1.0 - n / 2) for n in range(entries)] for t in range(length)]
+    tokens = [(top[1] if t % 2 else (t + 40, -7.0), top) for t, top in enumerate(tops)]
     return tokens, through_flat(tokens)
 
 
@@ -386,39 +383,46 @@ def unpadded(batch):
 
 
 class Rollout:
-    """A rollout function that samples from another policy, and hands out what it is asked to."""
+    """A rollout function that knows another policy's probabilities, and hands out what it is asked to.
 
-    def __init__(self, seed=7, top_k=6, give=(), env_mask=False, drop_sampled=False, plain_on_rank=None):
-        self.policy = tiny.model(len(tiny.tokenizer()), seed=seed).eval()
-        self.top_k, self.give, self.env_mask, self.drop_sampled = top_k, give, env_mask, drop_sampled
-        self.plain_on_rank = plain_on_rank
-        self.rng = torch.Generator().manual_seed(seed)
+    Args:
+        give: fields to return besides the required ones.
+        env_mask: whether the second token of each completion is the environment's.
+        drop_sampled: whether the candidates are K tokens without the sampled one.
+        plain_on_rank: a process that returns the required fields only.
+    """
+
+    def __init__(self, give=(), env_mask=False, drop_sampled=False, plain_on_rank=None, top_k=6):
+        self.policy = tiny.model(len(tiny.tokenizer()), seed=7).eval()
+        self.give, self.env_mask, self.drop_sampled = give, env_mask, drop_sampled
+        self.plain_on_rank, self.top_k = plain_on_rank, top_k
+        self.rng = random.Random(7)
 
     def __call__(self, prompts, trainer):
         give = () if trainer.accelerator.process_index == self.plain_on_rank else self.give
-        output = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", *give)}
-        output["difficulty"] = list(range(len(prompts)))
-        for row, prompt in enumerate(prompts):
-            prompt_ids = trainer.processing_class(prompt)["input_ids"]
-            completion, logprobs, mask, ids, logps = [], [], [], [], []
-            for t in range(3 + row % 4):
-                full = reference_logps(self.policy, prompt_ids, [*completion, 0])[-1]
-                token = torch.multinomial(full.exp(), 1, generator=self.rng).item()
-                external = self.env_mask and t == 1
-                top = full.topk(self.top_k).indices.tolist()
-                top = [i for i in top if i != token] if self.drop_sampled else sorted({token, *top})
-                completion.append(token)
-                mask.append(0 if external else 1)
-                logprobs.append(0.0 if external else full[token].item())
-                ids.append([] if external else top)
-                logps.append([] if external else full[top].tolist())
-            fields = dict(prompt_ids=prompt_ids, completion_ids=completion, logprobs=logprobs, env_mask=mask)
-            for name, value in (fields | dict(topk_token_ids=ids, topk_logprobs=logps)).items():
-                if name in output:
-                    output[name].append(value)
-        if not self.env_mask:
-            del output["env_mask"]
-        return output
+        names = ["prompt_ids", "completion_ids", "logprobs", *give, *(["env_mask"] if self.env_mask else [])]
+        rows = [self.row(trainer.processing_class(prompt)["input_ids"], 3 + n % 4) for n, prompt in enumerate(prompts)]
+        return {name: [row[name] for row in rows] for name in names} | {"difficulty": list(range(len(prompts)))}
+
+    def row(self, prompt_ids, length):
+        completion_ids = [self.rng.randrange(2, 41) for _ in range(length)]
+        mask = [0 if self.env_mask and t == 1 else 1 for t in range(length)]
+        logprobs, ids, logps = [], [], []
+        full = reference_logps(self.policy, prompt_ids, completion_ids)
+        for own, token, logp in zip(mask, completion_ids, full, strict=True):
+            top = logp.topk(self.top_k).indices.tolist()
+            top = [i for i in top if i != token] if self.drop_sampled else sorted({token, *top})
+            logprobs.append(logp[token].item() if own else 0.0)
+            ids.append(top if own else [])
+            logps.append(logp[top].tolist() if own else [])
+        return dict(
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            logprobs=logprobs,
+            env_mask=mask,
+            topk_token_ids=ids,
+            topk_logprobs=logps,
+        )
 
 
 GIVEN = ("topk_token_ids", "topk_logprobs")

@@ -5,6 +5,9 @@ and take turns, so neither the engine nor the load of the machine favours one of
 
     python examples/benchmarks/rollout.py
     python examples/benchmarks/rollout.py --model path/to/a/model --top_k 20
+
+The larger the vocabulary, the more of the time is the model's, in both. On a CPU that is busy with other things, set
+OMP_NUM_THREADS=1 and VLLM_CPU_OMP_THREADS_BIND=nobind: several threads of an engine spend such a time on each other.
 """
 
 import argparse
@@ -49,6 +52,7 @@ def tiny_model(vocab_size: int) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
+    torch.manual_seed(0)
     path = args.model or tiny_model(args.vocab_size)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     vocab_size = model.config.get_text_config().vocab_size
@@ -83,15 +87,15 @@ def main(args: argparse.Namespace) -> None:
             start = time.perf_counter()
             _, completion_ids, logprobs, _ = backends[top_k].generate(prompts, None, 1)
             logprobs = [[lp[0] for lp in sequence] for sequence in logprobs]  # as `GRPOTrainer` does
-            end = time.perf_counter()
+            rollout_times[top_k].append(time.perf_counter() - start)
             if top_k:
                 completions = torch.tensor([list(ids) for ids in completion_ids])
-                collate_start = time.perf_counter()
+                start = time.perf_counter()
                 collate(logprobs, completions, top_k, vocab_size)
-                if turn:
-                    batch_times[top_k].append(time.perf_counter() - collate_start)
-            if turn:  # the first one warms up
-                rollout_times[top_k].append(end - start)
+                batch_times[top_k].append(time.perf_counter() - start)
+        if turn == 0:  # it warmed up
+            for times in (*rollout_times.values(), *batch_times.values()):
+                times.clear()
         order = order[1:] + order[:1]
 
     print(f"\n{args.sequences} sequences of {args.length} tokens, vocabulary of {vocab_size}, medians of {args.turns}")
@@ -111,7 +115,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a local model folder; by default a tiny random model")
-    parser.add_argument("--vocab_size", type=int, default=4096, help="of the tiny model")
+    parser.add_argument("--vocab_size", type=int, default=128, help="of the tiny model")
     parser.add_argument("--top_k", type=int, nargs="+", default=[20, 100])
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--prompt_length", type=int, default=16)

@@ -1,0 +1,83 @@
+"""The example as its users start it: the default run and the recipe for one GPU, both shortened."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+
+def run_example(*flags, **env):
+    command = [sys.executable, str(ROOT / "examples" / "train_pdm.py"), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("default")
+    return folder, run_example("--max_steps", 16, "--warm_start_accuracy", 0.4, "--output_dir", folder)
+
+
+def test_default_run_trains_tests_and_reports(default_run):
+    folder, output = default_run
+    last = output.strip().splitlines()[-1]
+    before, after = re.fullmatch(r"accuracy before=(0\.\d\d) after=(0\.\d\d)", last).groups()
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert f"{metrics['before']:.2f}" == before and f"{metrics['after']:.2f}" == after and metrics["seed"] == 0
+    assert "Rollouts by vLLM" in output
+    entries = [entry for entry in metrics["log_history"] if "reward" in entry]
+    assert len(entries) == 4  # one a rollout
+    assert all(0 <= entry["trust_region/masked"] <= entry["trust_region/outside"] <= 1 for entry in entries)
+    assert max(entry["trust_region/divergence_max"] for entry in entries) > 0
+    assert entries[0]["weight_sync/logp_difference_mean"] < 0.02
+    assert Image.open(folder / "training.png").size[0] > 500
+
+
+def test_trained_model_is_an_ordinary_folder(default_run):
+    folder, _ = default_run
+    model, base = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, folder / "base"))
+    assert any((a != b).any() for a, b in zip(model.parameters(), base.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(folder).decode(AutoTokenizer.from_pretrained(folder)("12+34=")["input_ids"])
+
+
+def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
+    """8-bit base, LoRA, 8-bit optimizer, real vLLM and adapter sync, on a chat dataset of sums from a file."""
+    folder, _ = default_run
+    sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 100, 3) for b in range(10, 100, 4)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+    run_example(
+        *("--config", ROOT / "configs" / "recipes" / "lora_8bit_single_gpu.yaml"),
+        *("--model_name_or_path", folder / "base", "--dataset_name", tmp_path / "sums.jsonl"),
+        *(
+            "--output_dir",
+            tmp_path / "out",
+            "--dtype",
+            "float32",
+            "--bf16",
+            "false",
+            "--vllm_enable_sleep_mode",
+            "false",
+        ),
+        *("--vllm_max_model_length", 32, "--max_completion_length", 4, "--per_device_train_batch_size", 64),
+        *("--gradient_accumulation_steps", 1, "--steps_per_generation", 2, "--max_steps", 60, "--learning_rate", 3e-3),
+        *("--sync_check_steps", 1, "--save_strategy", "no", "--lr_scheduler_type", "constant"),
+    )
+    history = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
+    differences = [e["weight_sync/logp_difference_mean"] for e in history if "weight_sync/logp_difference_mean" in e]
+    assert len(differences) == 30 and max(differences) < 0.02, differences
+    moved = [entry["weight_sync/bytes"] for entry in history if "weight_sync/bytes" in entry]
+    assert len(moved) == 30 and moved[0] > 4 * max(moved[1:]), "the base moves once, then only the adapter"
+    rewards = [entry["reward"] for entry in history if "reward" in entry]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.03, rewards
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
