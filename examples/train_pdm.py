@@ -50,7 +50,9 @@ def warm_start(folder, sums, accuracy):
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     shape = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, max_position_embeddings=512)
     heads = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=32, tie_word_embeddings=True)
-    config = Qwen3Config(len(vocab), pad_token_id=0, eos_token_id=1, initializer_range=0.05, **shape, **heads)
+    config = Qwen3Config(
+        vocab_size=len(vocab), pad_token_id=0, eos_token_id=1, initializer_range=0.05, **shape, **heads
+    )
     model = Qwen3ForCausalLM(config)
 
     texts = [row["prompt"] + row["solution"] + "<eos>" for row in sums]

@@ -370,6 +370,11 @@ def test_experts(tmp_path, engine_args, monkeypatch):
     trainer.train()
     assert check_in_sync(trainer).mode == "full"
     check_far_from(trainer, initial(trainer))
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "experts" in name:
+                parameter.mul_(20)
+    check_in_sync(trainer)
     monkeypatch.setattr(weight_sync, "_repack_experts", lambda model: None)
     if not torch.cuda.is_available():
         assert sync_without(trainer, "none") > 5 * ENGINE_NOISE, "what a CPU engine makes of a reload"
