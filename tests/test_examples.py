@@ -34,7 +34,8 @@ def test_default_run_trains_tests_and_reports(default_run):
     last = output.strip().splitlines()[-1]
     before, after = re.fullmatch(r"accuracy before=(0\.\d\d) after=(0\.\d\d)", last).groups()
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert f"{metrics['before']:.2f}" == before and f"{metrics['after']:.2f}" == after and metrics["seed"] == 0
+    assert {key: f"{value:.2f}" for key, value in metrics["accuracy"].items()} == {"before": before, "after": after}
+    assert metrics["seed"] == 0
     assert "Rollouts by vLLM" in output
     entries = [entry for entry in metrics["log_history"] if "reward" in entry]
     assert len(entries) == 4  # one a rollout
