@@ -38,7 +38,7 @@ def test_default_run_trains_tests_and_reports(default_run):
     assert metrics["seed"] == 0
     assert "Rollouts by vLLM" in output
     entries = [entry for entry in metrics["log_history"] if "reward" in entry]
-    assert len(entries) == 4  # one a rollout
+    assert len(entries) == 2  # one a rollout
     assert all(0 <= entry["trust_region/masked"] <= entry["trust_region/outside"] <= 1 for entry in entries)
     assert max(entry["trust_region/divergence_max"] for entry in entries) > 0
     assert entries[0]["weight_sync/logp_difference_mean"] < 0.02

@@ -138,7 +138,7 @@ def difference(trainer, model=None):
     model = model or trainer.model
     was_training = model.training
     model.eval()
-    prompts = [trainer.processing_class(row["prompt"])["input_ids"] for row in trainer.train_dataset.select(range(24))]
+    prompts = [trainer.processing_class(row["prompt"])["input_ids"] for row in trainer.train_dataset.select(range(48))]
     _, completions, logprobs, _ = trainer.vllm_generation.generate(prompts, None, 1)
     errors = []
     for prompt, completion, entries in zip(prompts, completions, logprobs, strict=True):
@@ -146,7 +146,7 @@ def difference(trainer, model=None):
         expected = logps[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion)[:, None])[:, 0]
         errors += (expected - torch.tensor([float(lp[0]) for lp in entries])).abs().tolist()
     model.train(was_training)
-    assert len(errors) > 100
+    assert len(errors) > 40
     return sum(errors) / len(errors)
 
 
@@ -318,9 +318,7 @@ QUANTIZED = {
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_base(name, tmp_path, engine_args, caplog):
     quantization, requested, mode = QUANTIZED[name]
-    trainer = make_trainer(
-        tmp_path, peft_config=lora(), quantization_config=quantization, kind="tied", vllm_weight_sync=requested
-    )
+    trainer = make_trainer(tmp_path, peft_config=lora(), quantization_config=quantization, vllm_weight_sync=requested)
     assert trainer.vllm_generation.model is trainer.model
     assert engine_args["quantization"] is None and "load_format" not in engine_args
     assert ("enable_lora" in engine_args) == (mode == "adapter")
@@ -336,7 +334,7 @@ def test_quantized_base(name, tmp_path, engine_args, caplog):
 @pytest.mark.slow
 def test_quantized_checkpoint(tmp_path, engine_args):
     # Nothing of it can be loaded into an engine that is not quantized
-    path = save_model(tmp_path, kind="tied")
+    path = save_model(tmp_path)
     AutoModelForCausalLM.from_pretrained(path, quantization_config=NF4).save_pretrained(tmp_path / "nf4")
     tiny.tokenizer().save_pretrained(tmp_path / "nf4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4")

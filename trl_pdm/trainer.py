@@ -235,18 +235,16 @@ class PDMGRPOTrainer(GRPOTrainer):
         valid = inputs["behavior_topk_ids"] >= 0
         valid[..., 0] = True  # an empty slot 0 is a token without evidence, not the absence of a token
         evidence = trust_region.Evidence(inputs["behavior_topk_logps"], scores.logps, valid, scores.sum_sq)
-        comparable = mask = self._trained_on(inputs)
-        sums = {}
+        mask, sums = self._trained_on(inputs), {}
+        replayed, complete = evidence, mask
         if self._sampling_is_truncated:
             replayed, complete, log_mass = trust_region.replay_support(*evidence)
-            comparable = mask & complete
-            sums["support_known"], sums["support_unknown"] = comparable.sum(), (mask & ~complete).sum()
-            sums["log_surviving_mass"] = torch.where(comparable, log_mass.detach(), 0).sum()
-            self._check_sync(replayed, comparable)
+            sums = {"support_known": mask & complete, "support_unknown": mask & ~complete}
+            sums["log_surviving_mass"] = torch.where(mask & complete, log_mass.detach(), 0)
             if self.args.sampling_support == "replay":
                 evidence, logps = replayed, logps - log_mass
-        else:
-            self._check_sync(evidence, mask)
+        self._check_sync(replayed, mask & complete)
+        sums = {name: values.sum() for name, values in sums.items()}
         inputs.update(self._apply_trust_region(evidence, scores.vocab_size, mask, sums))
         return logps, *others
 
@@ -286,9 +284,9 @@ class PDMGRPOTrainer(GRPOTrainer):
         """Right after a sync vLLM and the trainer hold the same weights: do they give tokens the same probability?"""
         if not (self.use_vllm and self.model.training and self.rollout_func is None):
             return
-        if not self.vllm_generation.samples_from_the_policy:
-            return
-        if not self._sync_check.is_due(self.state.global_step, self._last_loaded_step):
+        if not self.vllm_generation.samples_from_the_policy or not self._sync_check.is_due(
+            self.state.global_step, self._last_loaded_step
+        ):
             return
         mean, largest = self._sync_check.difference(evidence.behavior_logps, evidence.policy_logps, mask)
         self._metrics["train"]["weight_sync/logp_difference_mean"].append(mean)
