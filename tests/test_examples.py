@@ -71,14 +71,23 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
             "false",
         ),
         *("--vllm_max_model_length", 32, "--max_completion_length", 4, "--per_device_train_batch_size", 64),
-        *("--gradient_accumulation_steps", 1, "--steps_per_generation", 2, "--max_steps", 60, "--learning_rate", 3e-3),
-        *("--sync_check_steps", 1, "--save_strategy", "no", "--lr_scheduler_type", "constant"),
+        *("--gradient_accumulation_steps", 1, "--steps_per_generation", 2, "--max_steps", 40, "--learning_rate", 3e-3),
+        *(
+            "--sync_check_steps",
+            1,
+            "--save_strategy",
+            "no",
+            "--lr_scheduler_type",
+            "constant",
+            "--reward",
+            "exact_match",
+        ),
     )
     history = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
     differences = [e["weight_sync/logp_difference_mean"] for e in history if "weight_sync/logp_difference_mean" in e]
-    assert len(differences) == 30 and max(differences) < 0.02, differences
+    assert len(differences) == 20 and max(differences) < 0.02, differences
     moved = [entry["weight_sync/bytes"] for entry in history if "weight_sync/bytes" in entry]
-    assert len(moved) == 30 and moved[0] > 4 * max(moved[1:]), "the base moves once, then only the adapter"
+    assert len(moved) == 20 and moved[0] > 4 * max(moved[1:]), "the base moves once, then only the adapter"
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.03, rewards
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()

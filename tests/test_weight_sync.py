@@ -318,7 +318,8 @@ QUANTIZED = {
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_base(name, tmp_path, engine_args, caplog):
     quantization, requested, mode = QUANTIZED[name]
-    trainer = make_trainer(tmp_path, peft_config=lora(), quantization_config=quantization, vllm_weight_sync=requested)
+    args = {"vllm_weight_sync": requested, "learning_rate": 1e-2}
+    trainer = make_trainer(tmp_path, peft_config=lora(), quantization_config=quantization, **args)
     assert trainer.vllm_generation.model is trainer.model
     assert engine_args["quantization"] is None and "load_format" not in engine_args
     assert ("enable_lora" in engine_args) == (mode == "adapter")
@@ -338,7 +339,7 @@ def test_quantized_checkpoint(tmp_path, engine_args):
     AutoModelForCausalLM.from_pretrained(path, quantization_config=NF4).save_pretrained(tmp_path / "nf4")
     tiny.tokenizer().save_pretrained(tmp_path / "nf4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4")
-    trainer = make_trainer(tmp_path, model=model, peft_config=lora())
+    trainer = make_trainer(tmp_path, model=model, peft_config=lora(), learning_rate=1e-2)
     assert engine_args["load_format"] == "dummy" and engine_args["quantization"] is None
     trainer.train()
     assert check_in_sync(trainer).mode == "adapter"
