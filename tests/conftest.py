@@ -17,6 +17,9 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # The models are tiny: more threads gain nothing, and on a busy machine they wait for each other most of the time.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }.items():
     os.environ.setdefault(name, value)
 

@@ -55,7 +55,7 @@ def test_trained_model_is_an_ordinary_folder(default_run):
 def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
     """8-bit base, LoRA, 8-bit optimizer, real vLLM and adapter sync, on a chat dataset of sums from a file."""
     folder, _ = default_run
-    sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 100, 3) for b in range(10, 100, 4)]
+    sums = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 100, 25) for b in range(10, 100, 25)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
     run_example(
         *("--config", ROOT / "configs" / "recipes" / "lora_8bit_single_gpu.yaml"),
@@ -71,7 +71,7 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
             "false",
         ),
         *("--vllm_max_model_length", 32, "--max_completion_length", 4, "--per_device_train_batch_size", 64),
-        *("--gradient_accumulation_steps", 1, "--steps_per_generation", 2, "--max_steps", 40, "--learning_rate", 3e-3),
+        *("--gradient_accumulation_steps", 1, "--steps_per_generation", 2, "--max_steps", 32, "--learning_rate", 1e-3),
         *(
             "--sync_check_steps",
             1,
@@ -85,9 +85,9 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
     )
     history = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
     differences = [e["weight_sync/logp_difference_mean"] for e in history if "weight_sync/logp_difference_mean" in e]
-    assert len(differences) == 20 and max(differences) < 0.02, differences
+    assert len(differences) == 16 and max(differences) < 0.02, differences
     moved = [entry["weight_sync/bytes"] for entry in history if "weight_sync/bytes" in entry]
-    assert len(moved) == 20 and moved[0] > 4 * max(moved[1:]), "the base moves once, then only the adapter"
+    assert len(moved) == 16 and moved[0] > 4 * max(moved[1:]), "the base moves once, then only the adapter"
     rewards = [entry["reward"] for entry in history if "reward" in entry]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.03, rewards
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()

@@ -323,7 +323,7 @@ def test_quantized_base(name, tmp_path, engine_args, caplog):
     assert trainer.vllm_generation.model is trainer.model
     assert engine_args["quantization"] is None and "load_format" not in engine_args
     assert ("enable_lora" in engine_args) == (mode == "adapter")
-    for _ in range(3):
+    for _ in range(2):
         trainer.train()
         assert check_in_sync(trainer).mode == mode
         with trainer.model.disable_adapter():
@@ -372,11 +372,11 @@ def test_experts(tmp_path, engine_args, monkeypatch):
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             if "experts" in name:
-                parameter.mul_(20)
+                parameter.mul_(8)
     check_in_sync(trainer)
     monkeypatch.setattr(weight_sync, "_repack_experts", lambda model: None)
     if not torch.cuda.is_available():
-        assert sync_without(trainer, "none") > 5 * ENGINE_NOISE, "what a CPU engine makes of a reload"
+        assert sync_without(trainer, "none") > 3 * ENGINE_NOISE, "what a CPU engine makes of a reload"
 
 
 # ---- The choice, without an engine
