@@ -33,8 +33,8 @@ from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 @dataclass
 class PDMScriptArguments(ScriptArguments):
-    warm_start_accuracy: float = field(default=0.6, metadata={"help": "Accuracy at which PDM takes over."})
-    reward: str = field(default="accuracy", metadata={"help": "Of a dataset.", "choices": ["accuracy", "exact_match"]})
+    warm_start_accuracy: float = field(default=0.55, metadata={"help": "Accuracy at which PDM takes over."})
+    reward: str = field(default="accuracy", metadata={"help": "How to judge.", "choices": ["accuracy", "exact_match"]})
 
 
 def warm_start(folder, sums, accuracy):
@@ -47,7 +47,6 @@ def warm_start(folder, sums, accuracy):
     size = dict(num_hidden_layers=2, hidden_size=128, intermediate_size=256, head_dim=32, num_attention_heads=4)
     size |= dict(num_key_value_heads=4, tie_word_embeddings=True, initializer_range=0.05)
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(vocab), pad_token_id=0, eos_token_id=1, **size))
-
     ids = tokenizer([s["prompt"] + s["solution"] + "<eos>" for s in sums], padding=True, return_tensors="pt").input_ids
     labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)
     labels[:, : len("12+34=")] = -100
@@ -66,8 +65,7 @@ def warm_start(folder, sums, accuracy):
 
 
 def exact_match(completions, solution, **kwargs):
-    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    return [float(text == answer) for text, answer in zip(texts, solution, strict=True)]
+    return [float(chat[-1]["content"] == answer) for chat, answer in zip(completions, solution, strict=True)]
 
 
 def greedy_accuracy(trainer, sums):
@@ -75,7 +73,7 @@ def greedy_accuracy(trainer, sums):
     inputs = tokenizer([row["prompt"] for row in sums], return_tensors="pt").to(model.device)
     ids = model.generate(**inputs, max_new_tokens=trainer.args.max_completion_length, do_sample=False)
     answers = tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    return sum(exact_match(answers, [row["solution"] for row in sums])) / len(sums)
+    return sum(answer == row["solution"] for answer, row in zip(answers, sums, strict=True)) / len(sums)
 
 
 def as_chat(row):
@@ -92,7 +90,7 @@ class ProgressBar(ProgressCallback):
 
 
 def main(script_args, training_args, model_args):
-    name, output_dir = script_args.dataset_name, Path(training_args.output_dir)
+    name, output_dir, held_out = script_args.dataset_name, Path(training_args.output_dir), []
     if (model_args.model_name_or_path is None) != (name is None):
         raise ValueError("Give both `model_name_or_path` and `dataset_name`, or neither.")
     if name is None:  # two-digit sums; those held out appear in neither order elsewhere
@@ -106,18 +104,17 @@ def main(script_args, training_args, model_args):
                 set_seed(training_args.seed)
                 torch.set_num_threads(1)  # so small a model gains nothing from more, and loses much on a busy machine
                 warm_start(model_args.model_name_or_path, sums, script_args.warm_start_accuracy)
-        dataset, reward = {"train": Dataset.from_list(sums)}, exact_match
+        dataset = {"train": Dataset.from_list([as_chat(row) for row in sums])}
     else:
         source = dict(path="json", data_files=name) if Path(name).is_file() else dict(path=name)
         dataset = load_dataset(**source, name=script_args.dataset_config).map(as_chat)
-        held_out, reward = [], {"accuracy": accuracy_reward, "exact_match": exact_match}[script_args.reward]
 
     training_args.use_vllm = training_args.use_vllm and is_vllm_available()
     loading = dict(revision=model_args.model_revision, attn_implementation=model_args.attn_implementation)
     training_args.model_init_kwargs = loading | {"dtype": model_args.dtype} | (training_args.model_init_kwargs or {})
     trainer = PDMGRPOTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=reward,
+        reward_funcs={"accuracy": accuracy_reward, "exact_match": exact_match}[script_args.reward],
         args=training_args,
         train_dataset=dataset[script_args.dataset_train_split],
         eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
@@ -139,7 +136,7 @@ def main(script_args, training_args, model_args):
         panels = [("reward",), ("trust_region/outside", "trust_region/masked"), ("trust_region/divergence_mean",)]
         curves = pd.DataFrame(metrics["log_history"], columns=["step", *sum(panels, ())]).dropna(subset="reward")
         axes = curves.plot("step", subplots=panels, figsize=(7, 7), grid=True, title=title)
-        axes[0].figure.savefig(output_dir / "training.png", dpi=150)
+        axes[0].figure.savefig(output_dir / "training.png", dpi=150, bbox_inches="tight")
         print(title)
 
 

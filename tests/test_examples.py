@@ -71,7 +71,7 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
             "false",
         ),
         *("--vllm_max_model_length", 32, "--max_completion_length", 4, "--per_device_train_batch_size", 64),
-        *("--gradient_accumulation_steps", 1, "--steps_per_generation", 2, "--max_steps", 32, "--learning_rate", 1e-3),
+        *("--gradient_accumulation_steps", 1, "--steps_per_generation", 2, "--max_steps", 32, "--learning_rate", 6e-4),
         *(
             "--sync_check_steps",
             1,
@@ -89,5 +89,5 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
     moved = [entry["weight_sync/bytes"] for entry in history if "weight_sync/bytes" in entry]
     assert len(moved) == 16 and moved[0] > 4 * max(moved[1:]), "the base moves once, then only the adapter"
     rewards = [entry["reward"] for entry in history if "reward" in entry]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
