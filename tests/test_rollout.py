@@ -13,8 +13,11 @@ import os
 import pickle
 import random
 import socket
+import subprocess
+import sys
 import threading
 import tracemalloc
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -24,6 +27,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 from trl.trainer.utils import pad
 
 from tests import tiny
@@ -821,7 +825,7 @@ def test_a_users_number_of_logprobs_is_refused(mode):
 class StandInServer:
     """A stand-in for `vllm serve`, on the loopback interface: what TRL's `VLLMClient` asks, in the server's format.
 
-    The real one needs NCCL and a GPU for its weights. This one samples from a model here, and is made to show what a
+    The real one is tested once, below, and slow to start. This one samples from a model here, and is made to show what a
     real answer may hold: a sampled token that is not the most probable, K or K+1 entries a position, and NaN.
     """
 
@@ -893,34 +897,36 @@ class StandInServer:
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    """Start stand-ins; the two calls that need NCCL do nothing."""
-    from trl.generation.vllm_client import VLLMClient
+def without_nccl(monkeypatch):
+    """The two calls of TRL's client that need NCCL do nothing: no weights are sent."""
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: None)
+    monkeypatch.setattr(VLLMClient, "update_named_params", lambda self, metadata, params: list(params))
 
+
+@pytest.fixture
+def stand_in(without_nccl):
     servers = []
 
     def start(**kwargs):
         servers.append(StandInServer(**kwargs))
         return servers[-1]
 
-    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: None)
-    monkeypatch.setattr(VLLMClient, "update_named_params", lambda self, metadata, params: list(params))
     yield start
     for server in servers:
         server.http.shutdown()
         server.http.server_close()
 
 
-def server_trainer(tmp_path, server, **args):
-    args |= dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=server.url)
-    return make_trainer(tmp_path, sync_check_steps=0, **args)  # the stand-in has a model of its own
+def server_trainer(tmp_path, url, **args):
+    server = dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
+    return make_trainer(tmp_path, **dict(sync_check_steps=0) | args | server)  # no check: no weights are sent
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("top_k", [1, 6])
 def test_server_answers(tmp_path, stand_in, top_k):
     server = stand_in(top_k=top_k)
-    trainer = server_trainer(tmp_path, server, divergence_top_k=top_k, temperature=0.7, max_steps=2)
+    trainer = server_trainer(tmp_path, server.url, divergence_top_k=top_k, temperature=0.7, max_steps=2)
     batch = generate(trainer)
     assert [request["logprobs"] for request in server.requests] == [top_k]
     inside, unlikely = set(), 0
@@ -948,28 +954,70 @@ def test_server_answers(tmp_path, stand_in, top_k):
 def test_server_that_returns_too_few_logprobs(tmp_path, stand_in):
     server = stand_in(top_k=21, max_logprobs=20)
     with pytest.raises(ValueError, match=r"`divergence_top_k` is 21, .* at most 20 .* `--max-logprobs 21`"):
-        server_trainer(tmp_path, server, divergence_top_k=21)
-    server_trainer(tmp_path, server, divergence_top_k=20)
-    server_trainer(tmp_path, stand_in(top_k=41, max_logprobs=-1), divergence_top_k=41)  # no limit
+        server_trainer(tmp_path, server.url, divergence_top_k=21)
+    server_trainer(tmp_path, server.url, divergence_top_k=20)
+    server_trainer(tmp_path, stand_in(top_k=41, max_logprobs=-1).url, divergence_top_k=41)  # no limit
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
 def test_server_whose_logprobs_are_not_the_samplers(tmp_path, stand_in, caplog, mode):
     with caplog.at_level(logging.WARNING, logger="trl_pdm"):
-        server_trainer(tmp_path, stand_in(top_k=6, logprobs_mode=mode))
+        server_trainer(tmp_path, stand_in(top_k=6, logprobs_mode=mode).url)
     assert ("Restart it with `--logprobs-mode processed_logprobs`" in caplog.text) == (mode == "raw_logprobs")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_real_server(tmp_path, without_nccl):
+    """vLLM's own, on the CPU, with the weights that the trainer starts from: all but the weight transfer is real."""
+    model, port = tiny.save(tmp_path / "model"), free_port()
+    options = f"--host 127.0.0.1 --port {port} --max-logprobs {ENGINE_TOP_K} --logprobs-mode processed_logprobs"
+    options += " --max-model-len 64 --max-num-seqs 16 --enforce-eager"
+    environment = dict(os.environ, VLLM_SERVER_DEV_MODE="1")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a colocated engine's, from other tests
+        environment.pop(name, None)
+    with open(tmp_path / "server.log", "w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options.split()],
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        trainer = server_trainer(tmp_path, url, **ENGINE | dict(model=model, sync_check_steps=1, max_steps=1))
+        assert_is_the_engines_policy(trainer, generate_on(trainer))
+        trainer.train()
+    finally:
+        server.terminate()
+        server.wait()
 
 
 # ---- Several processes
 
 
-def rank_of_two(rank, tmp_path, model, port):
-    os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    os.environ |= dict(ACCELERATE_USE_CPU="1", TRL_EXPERIMENTAL_SILENCE="1")
-    seen = {}
+def in_two_processes(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    environment = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), ACCELERATE_USE_CPU="1")
+    model = tiny.save(tmp_path / "model")
+    torch.multiprocessing.spawn(one_of_two, args=(run, tmp_path, model, environment), nprocs=2)
+
+
+def one_of_two(rank, run, tmp_path, model, environment):
+    os.environ |= environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))
+    run(rank, tmp_path, model)
+    torch.distributed.destroy_process_group()
+
+
+def score_if_any_must(rank, tmp_path, model):
     for plain_on_rank in (None, 1):
         rollout = Rollout(give=GIVEN, env_mask=True, plain_on_rank=plain_on_rank)
         trainer = make_trainer(tmp_path, rollout, model)
@@ -977,19 +1025,28 @@ def rank_of_two(rank, tmp_path, model, port):
         scored, score = [], trainer._score_behavior
         trainer._score_behavior = lambda batch, scored=scored, score=score: scored.append(1) or score(batch)
         batch = generate(trainer)
-        known = (batch["behavior_topk_ids"][..., 0] >= 0) | (batch["tool_mask"] * batch["completion_mask"] == 0)
-        seen[str(plain_on_rank)] = [len(scored), known.all().item()]
-    (tmp_path / f"{rank}.json").write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
+        assert len(scored) == (plain_on_rank is not None)
+        trained_on = (batch["tool_mask"] * batch["completion_mask"]).bool()
+        assert (batch["behavior_topk_ids"][trained_on][:, 0] >= 0).all()
 
 
 @pytest.mark.slow
-def test_all_processes_score_the_behaviour_policy_or_none_does(tmp_path):
+def test_all_processes_score_the_behaviour_policy_or_none_does(tmp_path, monkeypatch):
     """Where one process lacks candidates: with a sharded model, scoring on that one alone would wait for ever."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_of_two, args=(tmp_path, tiny.save(tmp_path / "model"), port), nprocs=2)
-    for rank in (0, 1):
-        seen = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert seen == {"None": [0, True], "1": [1, True]}
+    in_two_processes(score_if_any_must, tmp_path, monkeypatch)
+
+
+def share_an_engine(rank, tmp_path, model):
+    vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True)
+    trainer = make_trainer(tmp_path, model=model, **ENGINE, vllm_tensor_parallel_size=2)
+    with torch.no_grad():
+        torch.manual_seed(3)  # the same weights in both
+        for parameter in trainer.model.parameters():
+            parameter.add_(parameter.std() * 0.3 * torch.randn_like(parameter))
+    assert_is_the_engines_policy(trainer, generate_on(sync(trainer)))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_tensor_parallel_engine(tmp_path, monkeypatch):
+    in_two_processes(share_an_engine, tmp_path, monkeypatch)

@@ -8,7 +8,7 @@ import torch
 from tests.test_trainer import T, make_trainer
 from tests.test_trainer_run import Recorder
 from trl_pdm import trust_region, weight_sync
-from trl_pdm.weight_sync import SyncCheck, WeightSyncError
+from trl_pdm.sync_check import SyncCheck, WeightSyncError
 
 
 def test_check_is_due_right_after_a_sync_and_then_every_so_many_steps():

@@ -84,6 +84,13 @@ class PDMGRPOConfig(GRPOConfig):
         importance_ratio_max (`float` or `None`, *optional*, defaults to `20.0`):
             Upper bound of the importance ratio's weight in the loss. `None` disables the truncation.
 
+        > Parameters that control the logging
+
+        log_realized_alignment (`bool`, *optional*, defaults to `False`):
+            Log how often each direction was right about the divergence of the tokens that updated the policy from
+            outside the trust region, measured at no extra forward pass when an update comes back to the same tokens
+            (`num_iterations` above 1).
+
         > Parameters that control vLLM
 
         sampling_support (`str`, *optional*, defaults to `"full"`):
@@ -169,6 +176,14 @@ class PDMGRPOConfig(GRPOConfig):
     importance_ratio_max: float | None = field(
         default=20.0,
         metadata={"help": "Upper bound of the importance ratio's weight in the loss. `None` disables the truncation."},
+    )
+    log_realized_alignment: bool = field(
+        default=False,
+        metadata={
+            "help": "Log how often each direction was right about the divergence of the tokens that updated the policy "
+            "from outside the trust region, measured at no extra forward pass when an update comes back to the same "
+            "tokens (`num_iterations` above 1)."
+        },
     )
     sampling_support: str = field(
         default="full",

@@ -2,9 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .trust_region import DIRECTIONS, TokenAssessment
 
 
 # Each is a ratio of two sums over tokens, or (with `None`) a maximum: see `trust_region.summarize`
@@ -14,6 +17,8 @@ METRICS = {
     "trust_region/masked_positive": ("masked_positive", "scored"),
     "trust_region/masked_negative": ("masked_negative", "scored"),
     "trust_region/direction_disagreement": ("disagree", "outside"),
+    "trust_region/realized_alignment_predictive": ("aligned_predictive", "realized_predictive"),
+    "trust_region/realized_alignment_ratio": ("aligned_ratio", "realized_ratio"),
     "trust_region/divergence_mean": ("divergence", "scored"),
     "trust_region/divergence_max": ("divergence_max", None),
     "trust_region/topk_mass_behavior": ("topk_mass_behavior", "scored"),
@@ -58,3 +63,47 @@ class TokenMetrics:
             for name, (numerator, denominator) in METRICS.items()
             if numerator in total and total[denominator]
         }
+
+
+@torch.no_grad()
+def realized_alignment(
+    batch: dict[str, Any],
+    step: int,
+    assessment: TokenAssessment,
+    behavior_logps: Tensor,
+    policy_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> dict[str, Tensor]:
+    """
+    Count how often each direction was right, where a batch comes back after its update: the scores of the next update
+    measure the last one.
+
+    Counted are the tokens that updated the policy from outside the trust region. The measure is that of the whole
+    optimizer step, in which the other tokens take part.
+
+    Args:
+        batch (`dict`):
+            The micro-batch, the same object each time it is trained on. Holds the forecast for its return.
+        step (`int`):
+            Optimizer steps taken so far.
+        assessment, behavior_logps, policy_logps, advantages, mask:
+            As in [`~trust_region.summarize`].
+
+    Returns:
+        `dict[str, Tensor]`: 0-dim sums for each direction: `realized_{direction}`, the tokens of which it said
+        something and whose divergence moved, and `aligned_{direction}`, those where it was right. 0 on first sight.
+    """
+    made_at, tokens, before, forecasts = batch.get("forecast", (step, None, None, None))
+    updated = mask & assessment.outside & assessment.keep
+    log_ratio = policy_logps[..., 0] - behavior_logps[..., 0]
+    signs = (advantages * change.sign() for change in (assessment.predicted_change, log_ratio))
+    batch["forecast"] = step, updated, assessment.divergence, dict(zip(DIRECTIONS, signs, strict=True))
+    sums = {}
+    for name in DIRECTIONS:
+        if made_at == step:  # nothing to measure
+            agreement = torch.zeros_like(assessment.divergence)
+        else:
+            agreement = torch.where(tokens, forecasts[name] * (assessment.divergence - before).sign(), 0)
+        sums[f"realized_{name}"], sums[f"aligned_{name}"] = (agreement != 0).sum(), (agreement > 0).sum()
+    return sums

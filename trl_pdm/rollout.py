@@ -20,14 +20,8 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ._hooks import TRLCompatibilityError, substituted
-from .weight_sync import (
-    SyncRecord,
-    choose_sync,
-    differing_tensors,
-    is_bnb_quantized,
-    lora_model_params,
-    unquantized_view,
-)
+from .sync_check import differing_tensors
+from .weight_sync import SyncRecord, choose_sync, is_bnb_quantized, lora_model_params, unquantized_view
 
 
 if TYPE_CHECKING:
@@ -145,7 +139,7 @@ def from_lists(
             t = absent.argmax()
             raise ValueError(
                 f"The candidates of completion {b} are not those of its tokens: at position {t}, token {sampled[t]} "
-                "was sampled, but it is not among them although it is more probable than some."
+                "was sampled and must be one of them."
             )
         candidates = Candidates(np.column_stack([sampled, ids]), np.column_stack([own, logps]).astype(np.float32))
         sequences.append(_token_logprobs(candidates))

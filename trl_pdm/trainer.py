@@ -14,9 +14,10 @@ from trl.trainer import grpo_trainer
 from . import rollout, trust_region
 from ._hooks import TRLCompatibilityError, substituted
 from .config import PDMGRPOConfig
-from .metrics import TokenMetrics
+from .metrics import TokenMetrics, realized_alignment
+from .sync_check import SyncCheck
 from .topk_head import topk_head
-from .weight_sync import SyncCheck, quiet_bitsandbytes
+from .weight_sync import quiet_bitsandbytes
 
 
 logger = get_logger(__name__)
@@ -71,7 +72,8 @@ class PDMGRPOTrainer(GRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args=None, *other_args, **kwargs):
         quiet_bitsandbytes()
-        self._loss_inputs: dict[str, Any] | None = None  # the batch in `compute_loss`, until its forward has run
+        self._batch: dict[str, Any] | None = None  # in `compute_loss`
+        self._loss_inputs: dict[str, Any] | None = None  # what TRL is given of it, until its forward has run
         self._behavior_logprobs: Any = None  # the last rollout's, one float per token
         self._skip_scoring = False
 
@@ -200,7 +202,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         # earlier, it would fail instead of training without the mask.
         held_back = ("advantages", "old_per_token_logps")
         self._loss_inputs = {name: value for name, value in inputs.items() if name not in held_back}
-        self._advantages = inputs["advantages"]
+        self._batch = inputs
         try:
             loss = super().compute_loss(model, self._loss_inputs, return_outputs, num_items_in_batch)
             if self._loss_inputs is not None:
@@ -211,7 +213,7 @@ class PDMGRPOTrainer(GRPOTrainer):
                 raise
             raise TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.") from error
         finally:
-            self._loss_inputs = None
+            self._loss_inputs = self._batch = None
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
@@ -253,7 +255,8 @@ class PDMGRPOTrainer(GRPOTrainer):
     ) -> dict[str, Tensor]:
         """What TRL's loss is to use: `advantages` `(B, T)`, zero where masked, and behaviour logprobs `(B, T)`."""
         args = self.args
-        advantages = self._advantages.unsqueeze(1) if self._advantages.dim() == 1 else self._advantages
+        advantages = self._batch["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         assessment = trust_region.assess(
             *evidence,
             vocab_size,
@@ -268,6 +271,10 @@ class PDMGRPOTrainer(GRPOTrainer):
         token_sums, maxima = trust_region.summarize(
             assessment, *evidence[:3], advantages, mask, args.importance_ratio_max
         )
+        if args.log_realized_alignment:
+            token_sums |= realized_alignment(
+                self._batch, self.state.global_step, assessment, *evidence[:2], advantages, mask
+            )
         self._token_metrics.add(self._mode, token_sums | sums, maxima)
         sampled, policy = evidence.behavior_logps[..., 0], evidence.policy_logps[..., 0].detach()
         old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1
@@ -282,16 +289,13 @@ class PDMGRPOTrainer(GRPOTrainer):
 
     def _check_sync(self, evidence: trust_region.Evidence, mask: Tensor) -> None:
         """Right after a sync vLLM and the trainer hold the same weights: do they give tokens the same probability?"""
-        if not (self.use_vllm and self.model.training and self.rollout_func is None):
+        comparable = self.use_vllm and self.model.training and self.rollout_func is None
+        if not (comparable and self.vllm_generation.samples_from_the_policy):
             return
-        if not self.vllm_generation.samples_from_the_policy or not self._sync_check.is_due(
-            self.state.global_step, self._last_loaded_step
-        ):
-            return
-        mean, largest = self._sync_check.difference(evidence.behavior_logps, evidence.policy_logps, mask)
-        self._metrics["train"]["weight_sync/logp_difference_mean"].append(mean)
-        self._metrics["train"]["weight_sync/logp_difference_max"].append(largest)
-        self._sync_check.verify(mean, largest, self.vllm_generation.suspects)
+        if self._sync_check.is_due(self.state.global_step, self._last_loaded_step):
+            apart = self._sync_check.run(*evidence[:2], mask, self.vllm_generation.suspects)
+            for name, value in apart.items():
+                self._metrics["train"][f"weight_sync/{name}"].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         metrics = self._token_metrics.pop(self._mode)

@@ -59,60 +59,6 @@ class SyncRecord:
     seconds: float
 
 
-class WeightSyncError(RuntimeError):
-    """The engine does not hold the trainer's weights."""
-
-
-class SyncCheck:
-    """Compares, on the same weights, the logprobs that vLLM sampled with the training policy's.
-
-    Args:
-        every (`int`): steps between two checks, 0 for none. The first comes with the first sync.
-        threshold (`float`): mean absolute difference, in nats, at which the run stops.
-        gather (`Callable`): concatenates a tensor of all processes along the first dimension.
-    """
-
-    def __init__(self, every: int, threshold: float, gather: Callable[[Tensor], Tensor]):
-        self.every, self.threshold, self._gather = every, threshold, gather
-        self._last: int | None = None
-
-    def is_due(self, step: int, synced_at: int) -> bool:
-        """Whether to check at `step`: when the weights have not changed since a sync, and it is time."""
-        due = self.every > 0 and step == synced_at and (self._last is None or step >= self._last + self.every)
-        if due:
-            self._last = step
-        return due
-
-    def difference(self, sampled: Tensor, trained: Tensor, mask: Tensor) -> tuple[float, float]:
-        """Mean and largest difference in nats of the sampled tokens (slot 0), over all processes' tokens in `mask`."""
-        apart = (sampled[..., 0] - trained[..., 0].detach()).abs()
-        known = mask & ~sampled[..., 0].isnan()
-        apart = torch.where(known, apart, 0)
-        gathered = self._gather(torch.stack([apart.sum(), known.sum(), apart.max()])[None])
-        total, count = gathered[:, :2].sum(0).tolist()
-        return total / max(count, 1), gathered[:, 2].max().item()
-
-    def verify(self, mean: float, largest: float, suspects: Callable[[], list[str]]) -> None:
-        """Stop a run whose difference only wrong weights explain.
-
-        Raises:
-            WeightSyncError: `mean`, in nats, is above the threshold (or no number).
-        """
-        if mean <= self.threshold:
-            return
-        names = suspects()
-        blame = (
-            f"These tensors differ from the trainer's: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-            if names
-            else "No tensor that can be compared differs, so suspect those that the engine fuses or repacks."
-        )
-        raise WeightSyncError(
-            f"Right after a weight sync, the logprobs that vLLM sampled differ from the training policy's by {mean:.3f} "
-            f"nats on average and {largest:.3f} at most, more than `sync_check_threshold={self.threshold}` allows: the "
-            f"engine does not hold the trainer's weights. {blame} Do not train on; report it, or set `use_vllm=False`."
-        )
-
-
 class FullSync:
     """Every parameter, every time.
 
@@ -459,48 +405,6 @@ def _repack_experts(model: nn.Module) -> None:
         for layer in model.modules():
             if kernel := getattr(getattr(layer, "quant_method", None), "moe_kernel", None):
                 kernel.fused_experts.process_weights_after_loading(layer)
-
-
-@torch.no_grad()
-def differing_tensors(llm: "LLM", named_params: Params, tolerance: float = 0.05) -> list[str]:
-    """Names of the engine's layers that do not compute what the trainer's weights would.
-
-    Layers are asked for their output rather than read: what they hold may be fused, packed or quantized.
-
-    Args:
-        llm (`vllm.LLM`): an engine in this process.
-        named_params: the trainer's parameters as the checkpoint names them.
-        tolerance (`float`, *optional*, defaults to `0.05`): relative error that precision may explain.
-    """
-    params = dict(named_params)
-
-    def compare(model: nn.Module) -> list[str]:
-        fused = getattr(model, "packed_modules_mapping", {})
-        differing = []
-        for name, layer in model.named_modules():
-            name = name.removesuffix(".base_layer")
-            path, _, leaf = name.rpartition(".")
-            parts = [".".join(filter(None, (path, part, "weight"))) for part in fused.get(leaf, [leaf])]
-            if leaf == "lm_head" and parts[0] not in params:  # tied
-                parts = [part for part in params if part.endswith("embed_tokens.weight")]
-            if not parts or any(part not in params for part in parts):
-                continue
-            weight = torch.cat([params[part].float() for part in parts])
-            own, apply = getattr(layer, "weight", None), getattr(getattr(layer, "quant_method", None), "apply", None)
-            if apply is not None and weight.ndim == 2 and "embed" not in leaf:
-                probe = torch.randn(4, weight.shape[1], device=weight.device)
-                dtype = own.dtype if own is not None and own.is_floating_point() else torch.bfloat16
-                actual, expected = apply(layer, probe.to(dtype)).float(), probe @ weight.T
-                actual = actual[:, : expected.shape[1]]  # the engine pads the vocabulary
-            elif own is not None and own.ndim == weight.ndim:
-                actual, expected = own[: len(weight)].float(), weight
-            else:
-                continue
-            if actual.shape == expected.shape and (actual - expected).norm() > tolerance * expected.norm():
-                differing.append(name)
-        return differing
-
-    return llm.apply_model(compare)[0]
 
 
 # ---- The adapter's way: a folder that lives as long as vLLM reads it
