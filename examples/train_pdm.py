@@ -134,7 +134,11 @@ def main(script_args, training_args, model_args):
         (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2))
         title = "accuracy before={before:.2f} after={after:.2f}".format(**accuracy) if held_out else str(output_dir)
         panels = [("reward",), ("trust_region/outside", "trust_region/masked"), ("trust_region/divergence_mean",)]
-        curves = pd.DataFrame(metrics["log_history"], columns=["step", *sum(panels, ())]).dropna(subset="reward")
+        curves = (
+            pd.DataFrame(metrics["log_history"], columns=["step", *sum(panels, ())])
+            .dropna(subset="reward")
+            .interpolate()
+        )
         axes = curves.plot("step", subplots=panels, figsize=(7, 7), grid=True, title=title)
         axes[0].figure.savefig(output_dir / "training.png", dpi=150, bbox_inches="tight")
         print(title)

@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import tiny
+
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -91,3 +93,24 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_any_model_and_dataset_without_vllm(tmp_path):
+    """A chat dataset from a file, LoRA, generation by transformers: the general path of the script."""
+    model = tiny.save(tmp_path / "model")
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "solution": f"${n + 1}$"} for n in range(10, 42)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    output = run_example(
+        *("--model_name_or_path", model, "--dataset_name", tmp_path / "chats.jsonl", "--use_vllm", "false"),
+        *("--output_dir", tmp_path / "out", "--use_peft", "--lora_target_modules", "q_proj", "v_proj"),
+        *("--max_completion_length", 6, "--num_generations", 2, "--gradient_accumulation_steps", 1),
+        *("--steps_per_generation", 2, "--max_steps", 4, "--logging_steps", 1, "--bf16", "false"),
+    )
+    assert "Rollouts by transformers" in output
+    history = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
+    assert len([entry for entry in history if "trust_region/masked" in entry]) == 4
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert Image.open(tmp_path / "out" / "training.png").size[0] > 500
