@@ -1,13 +1,16 @@
-"""Time and peak memory of a training step: PDM beside stock GRPO, on the same model, data and engine.
+"""Time and peak memory of a training step: stock GRPO, DPPO from full logits, and PDM, on the same model and engine.
 
     python examples/benchmarks/step.py [--model FOLDER] [--repeats 5]
+
+DPPO is written here the way it is usually done: the loss takes the log-softmax of the whole vocabulary, and gathers the
+rollout's top K from it.
 
 Each repeat runs every variant once, in turn, each in a process of its own so that its peak memory is its own. A run
 takes one rollout with its optimizer steps to warm up, then measures the next ones. Phases: *rollout* is generation,
 *scoring* the forwards without gradient after it, *loss* forward and backward, *sync* weights into vLLM. Printed are
 medians over the repeats and, last, the ratios to stock.
 
-Without a GPU, stock TRL cannot bring weights into vLLM (the CPU engine repacks them): both variants then use this
+Without a GPU, stock TRL cannot bring weights into vLLM (the CPU engine repacks them): all variants then use this
 package's sync.
 """
 
@@ -22,7 +25,7 @@ import time
 from collections import defaultdict
 
 
-VARIANTS = ("stock", "pdm")
+VARIANTS = ("stock", "dppo", "pdm")
 PHASES = ("whole step", "rollout", "scoring", "loss", "sync")
 
 
@@ -52,6 +55,7 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
     from trl.trainer import grpo_trainer
 
     from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+    from trl_pdm.trust_region import Evidence
     from trl_pdm.weight_sync import reload_weights
 
     class StockGeneration(VLLMGeneration):
@@ -60,6 +64,32 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
                 yield from super()._iter_named_params()
             else:
                 reload_weights(self.llm, super()._iter_named_params())
+
+    class FullLogitsDPPO(PDMGRPOTrainer):
+        def _get_per_token_logps_and_entropies(
+            self, model, input_ids, attention_mask, logits_to_keep, *rest, **kwargs
+        ):
+            inputs = self._loss_inputs
+            if inputs is None:  # not in the loss
+                return super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, *rest, **kwargs
+                )
+            self._loss_inputs = None
+            # The class's own forward: TRL has put its fused LM head on the instance's
+            logits = (
+                type(model)
+                .forward(model, input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep + 1)
+                .logits
+            )
+            logps = (logits[:, :-1].float() / self.temperature).log_softmax(-1)
+            ids = inputs["behavior_topk_ids"]
+            policy = logps.detach().gather(-1, ids.clamp(min=0).long())
+            evidence = Evidence(inputs["behavior_topk_logps"], policy, ids >= 0, None)
+            mask = self._trained_on(inputs)
+            inputs.update(self._apply_trust_region(evidence, logps.shape[-1], mask, {}))
+            with torch.no_grad():
+                entropies = -(logps.exp() * logps).sum(-1)
+            return logps.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropies, None
 
     seconds = defaultdict(float)
 
@@ -78,7 +108,11 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
         return call
 
     with tempfile.TemporaryDirectory() as folder:
-        config, cls = (PDMGRPOConfig, PDMGRPOTrainer) if variant == "pdm" else (GRPOConfig, GRPOTrainer)
+        config, cls, fields = {
+            "stock": (GRPOConfig, GRPOTrainer, {}),
+            "dppo": (PDMGRPOConfig, FullLogitsDPPO, dict(direction="ratio", tail_estimator="uniform")),
+            "pdm": (PDMGRPOConfig, PDMGRPOTrainer, {}),
+        }[variant]
         if variant == "stock":
             grpo_trainer.VLLMGeneration = StockGeneration
         steps = args.steps_per_generation
@@ -105,6 +139,7 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
                 use_cpu=not torch.cuda.is_available(),
                 logging_steps=1000,
                 gradient_checkpointing=False,
+                **fields,
             ),
             train_dataset=Dataset.from_dict({"prompt": [f"Tell a story about {i} sheep." for i in range(512)]}),
         )
@@ -158,11 +193,11 @@ def main() -> None:
             results[variant].append(json.loads(output.strip().splitlines()[-1]))
             print(f"repeat {repeat + 1}, {variant}: {results[variant][-1]['whole step']:.3f} s a step", flush=True)
     medians = {v: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for v, runs in results.items()}
-    print(f"\n{'':12}" + "".join(f"{variant:>10}" for variant in VARIANTS) + f"{'ratio':>10}")
+    print(f"\n{'':12}" + "".join(f"{variant:>10}" for variant in VARIANTS) + f"{'dppo/stock':>12}{'pdm/stock':>12}")
     for key in (*PHASES, "peak memory"):
-        stock, pdm = (medians[variant][key] for variant in VARIANTS)
-        unit, ratio = ("GB" if key == "peak memory" else "s"), f"{pdm / stock:10.2f}" if stock else f"{'':>10}"
-        print(f"{key:12}{stock:8.3f} {unit:1}{pdm:8.3f} {unit:1}{ratio}")
+        unit, stock = ("GB" if key == "peak memory" else "s"), medians["stock"][key]
+        ratios = (f"{medians[variant][key] / stock:12.2f}" if stock else f"{'':>12}" for variant in VARIANTS[1:])
+        print(f"{key:12}" + "".join(f"{medians[v][key]:8.3f} {unit:1}" for v in VARIANTS) + "".join(ratios))
 
 
 if __name__ == "__main__":

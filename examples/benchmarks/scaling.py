@@ -1,0 +1,206 @@
+"""How the loss phase grows: time and memory against K, the number of tokens and the vocabulary, beside stock GRPO.
+
+    python examples/benchmarks/scaling.py [--output_dir outputs/scaling]
+
+Each point runs the loss phase (forward, loss, backward) on the same batch, in turn, of stock GRPO, of PDM, and of PDM
+with `tail_estimator="uniform"`. Kept are the medians of the CPU time (on a GPU, of the wall time) and the peak memory on
+top of what was there before. Slopes are those of straight lines through the logarithms of what PDM adds to stock: 1 is
+linear, 0 is flat. Printed as a table, written as `scaling.csv` and drawn as `scaling.png`.
+
+The sum of squared probabilities that the exact tail needs comes from TRL's LM head: on a GPU within the pass over the
+logits that stock makes, on a CPU by a product and a sum more for each logit, which the uniform tail does not need.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+
+
+# What the others are while one grows. One sequence, so that the attention's cost is the same for both and in proportion.
+USUAL = {"K": 20, "tokens": 256, "vocabulary": 8192}
+SWEEPS = {
+    "K": (5, 10, 20, 50, 100, 200),
+    "tokens": (64, 128, 256, 512, 1024, 2048),
+    "vocabulary": (1024, 4096, 16384, 65536, 262144),
+}
+ON_GPU = torch.cuda.is_available()
+
+
+def build(cls: type, folder: str, vocabulary: int):
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")), pad_token="a", eos_token="b"
+    )
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    shape = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, num_key_value_heads=4, **shape))
+    config = PDMGRPOConfig if cls is PDMGRPOTrainer else GRPOConfig
+    args = config(
+        output_dir=folder,
+        bf16=ON_GPU,
+        use_cpu=not ON_GPU,
+        report_to="none",
+        gradient_checkpointing=False,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        gradient_accumulation_steps=1,
+    )
+    data = Dataset.from_dict({"prompt": ["a"] * 4})
+    trainer = cls(model, reward_funcs=lambda **_: [], args=args, train_dataset=data, processing_class=words)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def make_batch(k: int, tokens: int, vocabulary: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """One random completion with a random behaviour policy over K candidates, half a nat from uniform."""
+    generator = torch.Generator().manual_seed(k + tokens + vocabulary)
+    ids = torch.stack([torch.randperm(vocabulary, generator=generator)[: k + 1] for _ in range(tokens)])[None]
+    logps = torch.randn(1, tokens, k + 1, generator=generator) / 2 - np.log(vocabulary)
+    ones = torch.ones(1, tokens, dtype=torch.long)
+    batch = {
+        "prompt_ids": torch.zeros(1, 8, dtype=torch.long),
+        "prompt_mask": torch.ones(1, 8, dtype=torch.long),
+        "completion_ids": ids[..., 0].clone(),
+        "completion_mask": ones,
+        "advantages": torch.ones(1),
+        "num_items_in_batch": torch.tensor(tokens),
+        "old_per_token_logps": logps[..., 0].clone(),
+        "behavior_topk_ids": ids.int(),
+        "behavior_topk_logps": logps,
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def run(trainer, batch, tail_estimator) -> float:
+    """Seconds of one loss phase."""
+    trainer.model.zero_grad()
+    trainer.args.tail_estimator = tail_estimator
+    clock = time.perf_counter if ON_GPU else time.process_time
+    start = clock()
+    trainer.compute_loss(trainer.model, dict(batch)).backward()
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def peak_bytes(trainer, *case) -> int:
+    """Bytes at once on top of what was there before, the gradients and temporaries inside of operators included."""
+    trainer.model.zero_grad()
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(trainer, *case)
+        return torch.cuda.max_memory_allocated() - before
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            run(trainer, *case)
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    return max(itertools.accumulate(change for _, change in changes))
+
+
+def measure(repeats: int) -> pd.DataFrame:
+    rows, trainers, built_for = [], {}, None
+    points = [(sweep, USUAL | {sweep: value}) for sweep, values in SWEEPS.items() for value in values]
+    with tempfile.TemporaryDirectory() as folder:
+        for sweep, point in points:
+            if built_for != (built_for := point["vocabulary"]):
+                trainers = {cls: build(cls, folder, built_for) for cls in (GRPOTrainer, PDMGRPOTrainer)}
+            batch = make_batch(point["K"], point["tokens"], point["vocabulary"], trainers[GRPOTrainer].model.device)
+            stock_batch = {name: value for name, value in batch.items() if not name.startswith("behavior_")}
+            seconds, memory = {}, {}
+            pdm = trainers[PDMGRPOTrainer]
+            cases = {
+                "stock": (trainers[GRPOTrainer], stock_batch, "exact"),
+                "pdm": (pdm, batch, "exact"),
+                "uniform": (pdm, batch, "uniform"),
+            }
+            for name, case in cases.items():
+                run(*case)  # warms up
+                memory[name], seconds[name] = peak_bytes(*case), []
+            for _ in range(repeats):
+                for name, case in cases.items():
+                    seconds[name].append(run(*case))
+            row = point | {"sweep": sweep, "at": point[sweep]}
+            for name, times in seconds.items():
+                row[f"{name} ms"], row[f"{name} MB"] = 1e3 * statistics.median(times), memory[name] / 1e6
+                if name != "stock":
+                    pairs = list(zip(seconds["stock"], times, strict=True))
+                    row[f"{name} ratio"] = statistics.median(own / stock for stock, own in pairs)
+                    row[f"{name} added ms"] = 1e3 * statistics.median(own - stock for stock, own in pairs)
+                    row[f"{name} added MB"] = (memory[name] - memory["stock"]) / 1e6
+            rows.append(row)
+            print(f"{sweep} = {point[sweep]}: {row['pdm ratio']:.3f} of stock's time", flush=True)
+    return pd.DataFrame(rows)
+
+
+def slope(x: pd.Series, y: pd.Series) -> float:
+    """Of a straight line through the logarithms."""
+    return np.polyfit(np.log(x), np.log(y), 1)[0] if (y > 0).all() else float("nan")
+
+
+def draw(results: pd.DataFrame, path: Path) -> None:
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), sharex="col", sharey="row", layout="constrained")
+    styles = {
+        "stock {}": ("stock GRPO", "#0072B2", "o-"),
+        "pdm {}": ("PDM", "#D55E00", "s-"),
+        "pdm added {}": ("added by PDM", "#D55E00", "s:"),
+        "uniform added {}": ("added with the uniform tail", "#009E73", "^:"),
+    }
+    for column, (sweep, rows) in enumerate(results.groupby("sweep", sort=False)):
+        for axis, unit in zip(axes[:, column], ("ms", "MB"), strict=True):
+            for name, (label, color, style) in styles.items():
+                y = rows[name.format(unit)]
+                axis.plot(rows["at"], y.where(y > 0), style, color=color, ms=4, label=label)
+            axis.set(xscale="log", yscale="log")
+            axis.set_title(f"slope of what PDM adds: {slope(rows['at'], rows[f'pdm added {unit}']):.2f}", fontsize=10)
+            axis.grid(alpha=0.3)
+        axes[1, column].set_xlabel(
+            {"tokens": "tokens of the completion", "vocabulary": "size of the vocabulary"}.get(sweep, sweep)
+        )
+    axes[0, 0].set_ylabel("time of the loss phase, ms" if ON_GPU else "CPU time of the loss phase, ms")
+    axes[1, 0].set_ylabel("peak memory of the loss phase, MB")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/scaling"))
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    if not ON_GPU:
+        torch.set_num_threads(1)  # CPU time is then time
+    results = measure(args.repeats)
+    results.to_csv(args.output_dir / "scaling.csv", index=False)
+    draw(results, args.output_dir / "scaling.png")
+    columns = ["at", "stock ms", "pdm ms", "pdm ratio", "uniform ratio", "stock MB", "pdm added MB"]
+    for sweep, rows in results.groupby("sweep", sort=False):
+        print(f"\n{rows[columns].rename(columns={'at': sweep}).to_string(index=False, float_format='%.3g')}")
+        for name in ("pdm", "uniform"):
+            time_slope, memory_slope = (slope(rows["at"], rows[f"{name} added {unit}"]) for unit in ("ms", "MB"))
+            print(f"added by {name}: grows with {sweep} ** {time_slope:.2f} in time, ** {memory_slope:.2f} in memory")
+
+
+if __name__ == "__main__":
+    main()
