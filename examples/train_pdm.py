@@ -126,7 +126,8 @@ def main(script_args, training_args, model_args):
     trainer.accelerator.print("Rollouts by", "vLLM." if trainer.use_vllm else "transformers, without vLLM: slower.")
 
     accuracy = {"before": greedy_accuracy(trainer, held_out)} if held_out else {}
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    resume = training_args.resume_from_checkpoint  # a folder, or `true` for the last complete checkpoint
+    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     accuracy |= {"after": greedy_accuracy(trainer, held_out)} if held_out else {}
     trainer.save_model(training_args.output_dir)
     if trainer.is_world_process_zero():

@@ -4,6 +4,7 @@ Where `import vllm` fails they are skipped, with the reason in the summary. With
 a skipped vLLM test is an error and a run in which no vLLM test passed fails.
 """
 
+import gc
 import logging
 import os
 
@@ -53,6 +54,11 @@ def pytest_collection_modifyitems(config, items):
     if needing_vllm and not config.option.collectonly and (reason := why_no_vllm()):
         for item in needing_vllm:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session):
+    # `Trainer.train` collects garbage. What the imports left is none, and walking it each time takes a second.
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

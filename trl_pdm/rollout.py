@@ -5,7 +5,8 @@ of that and slices, concatenates and pads these floats through multi-turn tool c
 [`TokenLogprob`] is such a float that also points to its candidates, so they stay with their token all the way.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain, groupby
@@ -32,6 +33,9 @@ logger = get_logger(__name__)  # of the main process, and it can say a thing onc
 VLLM_DEFAULT_MAX_LOGPROBS = 20
 # nats; a sampled token this much more probable than a candidate must be a candidate too, whatever the rounding
 OUTSIDE_TOLERANCE = 0.1
+# nats; on average over a rollout, only another policy (or temperature) explains that a token's two logprobs differ more
+CONTRADICTION_TOLERANCE = 0.5
+MASS_TOLERANCE = 0.01  # engines round
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,30 +112,45 @@ def from_lists(
             sampled token must be one of its candidates.
 
     Raises:
-        ValueError: the lists do not fit together, or a sampled token should be among its candidates and is not.
+        ValueError: the lists do not fit together, hold something else than token ids and logprobs, contradict each
+            other, or a sampled token should be among its candidates and is not.
     """
-    sequences = []
+    if not len(completion_ids) == len(token_ids) == len(logprobs):
+        raise ValueError(
+            f"There are {len(completion_ids)} completions, but token ids of the candidates of {len(token_ids)} and "
+            f"logprobs of {len(logprobs)}."
+        )
+    if sampled_logprobs is not None and _lengths(sampled_logprobs) != _lengths(completion_ids):
+        raise ValueError("The logprobs of the sampled tokens do not fit the completions: there must be one per token.")
+    sequences, apart = [], []
     for b, (sampled, seq_ids, seq_logps) in enumerate(zip(completion_ids, token_ids, logprobs, strict=True)):
-        lengths = np.array([len(entries) for entries in seq_ids], dtype=int)
-        if len(lengths) != len(sampled) or lengths.tolist() != [len(entries) for entries in seq_logps]:
+        lengths = _lengths(seq_ids)
+        if lengths is None or len(lengths) != len(sampled) or lengths != _lengths(seq_logps):
             raise ValueError(
                 f"The candidates of completion {b} do not fit its {len(sampled)} tokens: there must be one list of "
                 "token ids and one of logprobs for each of them, of equal length."
             )
+        lengths = np.array(lengths, dtype=int)
         listed = np.arange(lengths.max(initial=1)) < lengths[:, None]
         ids = np.full(listed.shape, -1, dtype=np.int32)
         logps = np.full(listed.shape, np.nan, dtype=np.float32)
-        ids[listed] = list(chain.from_iterable(seq_ids))
-        logps[listed] = np.array(list(chain.from_iterable(seq_logps)), dtype=np.float32)  # makes None NaN
+        ids[listed] = _numbers(list(chain.from_iterable(seq_ids)), np.int32, "candidates' token ids", b)
+        logps[listed] = _numbers(list(chain.from_iterable(seq_logps)), np.float32, "candidates' logprobs", b)
         order = np.argsort(-logps, axis=1, kind="stable")  # the most probable first, NaN last
         ids, logps = np.take_along_axis(ids, order, axis=1), np.take_along_axis(logps, order, axis=1)
 
-        sampled = np.array(sampled, dtype=np.int32)
+        sampled = _numbers(sampled, np.int32, "tokens", b)
         is_sampled = ids == sampled[:, None]
         absent = ~is_sampled.any(1)
+        if (is_sampled.sum(1) > 1).any():
+            t = (is_sampled.sum(1) > 1).argmax()
+            raise ValueError(
+                f"The candidates of completion {b} hold token {sampled[t]} twice at position {t}; they must be distinct."
+            )
         own = np.where(absent, np.nan, logps[np.arange(len(ids)), is_sampled.argmax(1)])
         if sampled_logprobs is not None:
-            given = np.array(sampled_logprobs[b], dtype=np.float32)
+            given = _numbers(sampled_logprobs[b], np.float32, "logprobs", b)
+            apart += [difference for difference in np.abs(given - own).tolist() if math.isfinite(difference)]
             own = np.where(np.isfinite(given), given, own)
             # One that was less probable than all K of them may be
             absent &= (lengths > 0) & (given > np.fmin.reduce(logps, axis=1, initial=np.inf) + OUTSIDE_TOLERANCE)
@@ -143,7 +162,42 @@ def from_lists(
             )
         candidates = Candidates(np.column_stack([sampled, ids]), np.column_stack([own, logps]).astype(np.float32))
         sequences.append(_token_logprobs(candidates))
+    if apart and sum(apart) / len(apart) > CONTRADICTION_TOLERANCE:
+        raise ValueError(
+            f"The rollout's sampled tokens have two logprobs, their own and one among their candidates, which differ by "
+            f"{sum(apart) / len(apart):.3f} nats on average: the candidates are those of another policy or temperature."
+        )
     return sequences
+
+
+def _lengths(field: Any) -> list[int] | None:
+    try:
+        return [len(entries) for entries in field]
+    except TypeError:  # of something that is no list of lists
+        return None
+
+
+def _numbers(values: Sequence, dtype: type, what: str, b: int) -> np.ndarray:
+    """As an array: token ids without wrapping or truncating them, or logprobs with `None` as NaN."""
+    are_ids = dtype is np.int32
+    must = f"The {what} of completion {b} must be {'whole numbers from 0' if are_ids else 'numbers, or `None`'}"
+    try:
+        with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+            numbers = np.array(values, dtype=None if are_ids and len(values) else dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{must}: {error}.") from error
+    if numbers.ndim != 1:
+        raise ValueError(f"{must}, in a flat list.")
+    largest = np.iinfo(np.int32).max
+    if are_ids and (numbers.dtype.kind not in "iu" or ((numbers < 0) | (numbers > largest)).any()):
+        wrong = (value for value in values if not isinstance(value, (int, np.integer)) or not 0 <= value <= largest)
+        raise ValueError(f"{must}, got {next(wrong, values[0])!r}.")
+    if not are_ids and (numbers > MASS_TOLERANCE).any():
+        raise ValueError(
+            f"The {what} of completion {b} hold {np.nanmax(numbers):.3g}, which is a probability of more than 1. They "
+            "must be log-probabilities, in nats."
+        )
+    return numbers.astype(dtype)
 
 
 def with_candidates(rollout_func: Callable[[list, Any], dict[str, Any]]) -> Callable[[list, Any], dict[str, Any]]:
@@ -158,20 +212,30 @@ def with_candidates(rollout_func: Callable[[list, Any], dict[str, Any]]) -> Call
 
     @wraps(rollout_func)
     def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
-        output = dict(rollout_func(prompts, trainer))
+        output = rollout_func(prompts, trainer)
+        if not isinstance(output, Mapping):
+            raise ValueError(f"The rollout function must return a dictionary, got {type(output).__name__}.")
+        output = dict(output)
         if "completion_ids" not in output:
             return output  # TRL says what is missing
         token_ids, topk_logprobs = output.pop("topk_token_ids", None), output.pop("topk_logprobs", None)
         completion_ids, logprobs = output["completion_ids"], output.get("logprobs")
         fields = {"logprobs": logprobs, "topk_token_ids": token_ids, "topk_logprobs": topk_logprobs}
         for name, field in fields.items():
-            if field is not None and list(map(len, field)) != list(map(len, completion_ids)):
+            if field is not None and (_lengths(field) is None or _lengths(field) != _lengths(completion_ids)):
                 raise ValueError(
                     f"The rollout function's `{name}` do not fit its `completion_ids`: there must be one list per "
                     "completion, with one entry per token."
                 )
+        if 0 in (lengths := _lengths(completion_ids) or []):  # TRL would fail with an IndexError
+            raise ValueError(
+                f"The rollout function's completion {lengths.index(0)} is empty. A completion has at least one token, "
+                "be it the end of the sequence."
+            )
         if (token_ids is None) != (topk_logprobs is None):
             raise ValueError("A rollout function must return `topk_token_ids` and `topk_logprobs`, or neither.")
+        for b, sequence in enumerate(() if logprobs is None else logprobs):
+            _numbers(sequence, np.float32, "logprobs", b)
         if token_ids is not None:
             carrying = from_lists(completion_ids, token_ids, topk_logprobs, logprobs)
             output["logprobs"] = [
@@ -202,6 +266,11 @@ def collate(
         ValueError: the candidates are not those of the completions' tokens, or are no distribution over the
             vocabulary.
     """
+    if len(logprobs) != len(completion_ids) or any(len(sequence) > completion_ids.shape[1] for sequence in logprobs):
+        raise ValueError(
+            f"The rollout holds logprobs of {len(logprobs)} completions of {max(map(len, logprobs), default=0)} tokens at "
+            f"most, the batch {len(completion_ids)} of {completion_ids.shape[1]}."
+        )
     shape = (*completion_ids.shape, top_k + 1)
     ids = np.full(shape, -1, dtype=np.int32)
     logps = np.zeros(shape, dtype=np.float32)
@@ -261,8 +330,9 @@ def _check(ids: np.ndarray, logps: np.ndarray, completion_ids: np.ndarray, vocab
     ordered = np.sort(ids, axis=-1)
     if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
         raise ValueError("The rollout's candidates hold a token twice at one position; they must be distinct.")
-    mass = np.where(ids >= 0, np.exp(np.nan_to_num(logps, nan=-np.inf)), 0).sum(-1)
-    if (mass > 1.01).any():
+    with np.errstate(over="ignore"):  # what float32 cannot hold is more than 1, too
+        mass = np.where(ids >= 0, np.exp(np.nan_to_num(logps, nan=-np.inf)), 0).sum(-1)
+    if (mass > 1 + MASS_TOLERANCE).any():
         raise ValueError(
             f"The rollout's candidates at one position have a probability of {mass.max():.3f} in all, more than 1. "
             "They must be log-probabilities, normalised over the vocabulary."
@@ -355,6 +425,11 @@ class TopKVLLMGeneration(VLLMGeneration):
             logprobs, token_ids = from_lists(completion_ids, token_ids, logprobs), None
         if any(not isinstance(lp[0], TokenLogprob) for sequence in logprobs for lp in sequence[:1]):
             raise TRLCompatibilityError("TRL's vLLM backend no longer reads logprobs through `extract_logprobs`.")
+        if any(logprobs) and all(math.isnan(lp[0]) for sequence in logprobs for lp in sequence):
+            raise ValueError(
+                "Every logprob that vLLM returned is NaN, so its weights are, and what it sampled is not worth training "
+                "on. Resume from a checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+            )
         return prompt_ids, completion_ids, logprobs, token_ids
 
     @property

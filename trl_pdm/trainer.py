@@ -13,6 +13,7 @@ from trl.trainer import grpo_trainer
 
 from . import rollout, trust_region
 from ._hooks import TRLCompatibilityError, substituted
+from .checkpoint import last_complete_checkpoint
 from .config import PDMGRPOConfig
 from .metrics import TokenMetrics, realized_alignment
 from .sync_check import SyncCheck
@@ -128,6 +129,11 @@ class PDMGRPOTrainer(GRPOTrainer):
                 f"`divergence_top_k` must be at most the model's vocabulary of {self._vocab_size} tokens, got "
                 f"{self.args.divergence_top_k}."
             )
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # ---- Rollout: the behaviour policy's top K, into TRL's batch
 
