@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
 from trl.trainer import utils as trl_utils
 
 from ._hooks import TRLCompatibilityError, substituted
@@ -106,7 +107,8 @@ class _Head:
 
     def products(self, hidden: Tensor, rows: Tensor, biases: Tensor | None) -> Tensor:
         """Transformed logits of `rows` `(N, S, H)` of the head at `hidden` `(N, H)`: `(N, S)`, float32."""
-        products = torch.bmm(rows.to(self.dtype), hidden.to(self.dtype).unsqueeze(-1)).squeeze(-1)
+        # This way round, as with `embedding` rather than indexing, a CPU is several times faster
+        products = torch.bmm(hidden.to(self.dtype).unsqueeze(1), rows.to(self.dtype).transpose(1, 2)).squeeze(1)
         if biases is not None:
             products = products + biases.to(self.dtype)
         return self.transform(products)
@@ -151,7 +153,7 @@ class _LogitsAt(torch.autograd.Function):
         z = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         for t, s in head.chunks(*ids.shape):
             chunk = ids[t, s].long().clamp(min=0)
-            z[t, s] = head.products(hidden[t], weight[chunk], None if bias is None else bias[chunk])
+            z[t, s] = head.products(hidden[t], embedding(chunk, weight), None if bias is None else bias[chunk])
         return z
 
     @staticmethod
@@ -164,7 +166,7 @@ class _LogitsAt(torch.autograd.Function):
             sums = {i: torch.zeros_like(sources[i], dtype=torch.float32) for i in needed}
             for t, s in ctx.head.chunks(*ids.shape):
                 chunk = ids[t, s].long().clamp(min=0)
-                inputs = [hidden[t].detach(), weight[chunk], None if bias is None else bias[chunk]]
+                inputs = [hidden[t].detach(), embedding(chunk, weight), None if bias is None else bias[chunk]]
                 for i in needed:
                     inputs[i].requires_grad_()
                 with torch.enable_grad():
