@@ -104,12 +104,14 @@ def main(script_args, training_args, model_args):
                 set_seed(training_args.seed)
                 torch.set_num_threads(1)  # so small a model gains nothing from more, and loses much on a busy machine
                 warm_start(model_args.model_name_or_path, sums, script_args.warm_start_accuracy)
-        dataset = {"train": Dataset.from_list([as_chat(row) for row in sums])}
+        splits = {"train": sums, "test": held_out}
+        dataset = {split: Dataset.from_list([as_chat(row) for row in rows]) for split, rows in splits.items()}
     else:
         source = dict(path="json", data_files=name) if Path(name).is_file() else dict(path=name)
         dataset = load_dataset(**source, name=script_args.dataset_config).map(as_chat)
 
-    training_args.use_vllm = training_args.use_vllm and is_vllm_available()
+    if name is None and not is_vllm_available():  # the default run asks for vLLM, not its user
+        training_args.use_vllm = False
     loading = dict(revision=model_args.model_revision, attn_implementation=model_args.attn_implementation)
     training_args.model_init_kwargs = loading | {"dtype": model_args.dtype} | (training_args.model_init_kwargs or {})
     trainer = PDMGRPOTrainer(
@@ -149,6 +151,6 @@ if __name__ == "__main__":
     parser = TrlParser((PDMScriptArguments, PDMGRPOConfig, ModelConfig))
     given, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(return_remaining_strings=True)
     recipe = Path(__file__).parents[1] / "configs" / "recipes" / "default.yaml"
-    defaults = {"use_vllm": True} if given.model_name_or_path else yaml.safe_load(recipe.read_text())
+    defaults = {"use_vllm": is_vllm_available()} if given.model_name_or_path else yaml.safe_load(recipe.read_text())
     parser.set_defaults_with_config(**defaults)
     main(*parser.parse_args_and_config())

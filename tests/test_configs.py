@@ -62,3 +62,28 @@ def test_its_comment_names_files_that_exist(path):
     comment = path.read_text().split("\n\n")[0]
     named = re.findall(r"[\w/.]+\.(?:yaml|py)", comment)
     assert named and all((ROOT / name).exists() for name in named if "/" in name), named
+
+
+def commands():
+    """The commands of the README and of the recipes, on one line each."""
+    for path in [ROOT / "README.md", *RECIPES]:
+        text = re.sub(r"\s*\\\n#?\s*", " ", path.read_text())
+        for line in re.findall(r"(?:accelerate launch|python) .*examples/train_pdm\.py.*--.*", text):
+            for recipe in ("colocate", "server") if "RECIPE" in line else (None,):
+                yield pytest.param(
+                    line.replace("RECIPE", str(recipe)).strip("`"), id=f"{path.stem}-{recipe}-{line[-20:]}"
+                )
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_as_they_are_written(command, monkeypatch):
+    """Each flag exists, and the model comes with a dataset."""
+    monkeypatch.chdir(ROOT)
+    sys.path.append(str(ROOT / "examples"))
+    from train_pdm import PDMScriptArguments
+
+    flags = command.split("examples/train_pdm.py")[1].split()
+    parser = TrlParser((PDMScriptArguments, PDMGRPOConfig, ModelConfig))
+    script, training, model = parser.parse_args_and_config([*flags, "--bf16", "false", "--use_cpu"])
+    assert (model.model_name_or_path is None) == (script.dataset_name is None)
+    assert training.max_completion_length > 100 or model.model_name_or_path is None

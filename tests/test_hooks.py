@@ -348,7 +348,7 @@ def test_losses_are_known():
     """The losses that TRL offers are the ones that this package knows how to mask."""
     text = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
     offered = set(re.findall(r"'(\w+)'", text.split(".")[0] + text.split("Supported values are")[1].split(". ")[0]))
-    assert offered == {*LOSSES_WITHOUT_SHAPING, "sapo", "luspo", "vespo"}
+    assert offered == {*LOSSES_WITHOUT_SHAPING, "cispo", "sapo", "luspo", "vespo"}
 
 
 def test_attributes_of_the_trainer(trained):
@@ -356,7 +356,7 @@ def test_attributes_of_the_trainer(trained):
     trainer = trained.trainer
     read = [
         (trainer, "args model state accelerator loss_type importance_sampling_level beta epsilon_low epsilon_high"),
-        (trainer, "use_vllm top_p top_k min_p rollout_func vllm_generation num_iterations _metrics _last_loaded_step"),
+        (trainer, "use_vllm top_p top_k min_p rollout_func vllm_generation num_iterations _metrics"),
         (
             trainer.args,
             "delta epsilon epsilon_high beta vllm_importance_sampling_correction gradient_accumulation_steps",

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from tests import tiny
 from tests.test_trainer import T, make_trainer
 from tests.test_trainer_run import Recorder
 from trl_pdm import trust_region, weight_sync
@@ -13,9 +14,22 @@ from trl_pdm.sync_check import SyncCheck, WeightSyncError
 
 def test_check_is_due_right_after_a_sync_and_then_every_so_many_steps():
     check = SyncCheck(10, 0.5, gather=lambda x: x)
-    due = [step for step in range(30) if check.is_due(step, synced_at=step // 4 * 4)]
+    same = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.bool)
+    due = []
+    for step in range(30):
+        if check.is_due(step, sampled_at=step // 4 * 4):
+            due.append(step)
+            assert check.run(step, *same, suspects=list) == {"logp_difference_mean": 0, "logp_difference_max": 0}
     assert due == [0, 12, 24]
+    assert not check.is_due(40, sampled_at=None)
     assert not any(SyncCheck(0, 0.5, gather=lambda x: x).is_due(step, step) for step in range(5))
+
+
+def test_nothing_to_compare_says_nothing_and_stays_due():
+    check = SyncCheck(10, 0.5, gather=lambda x: x)
+    nothing = torch.full((1, 2, 1), torch.nan), torch.zeros(1, 2, 1), torch.tensor([[True, False]])
+    assert check.run(0, *nothing, suspects=list) == {}
+    assert check.is_due(0, sampled_at=0)
 
 
 def test_difference_above_the_threshold_or_no_number_stops():
@@ -23,7 +37,7 @@ def test_difference_above_the_threshold_or_no_number_stops():
     check.verify(0.5, 3.0, suspects=lambda: pytest.fail("nothing is wrong"))
     with pytest.raises(WeightSyncError, match="0.510 nats .* `sync_check_threshold=0.5` .*: a, b"):
         check.verify(0.51, 3.0, suspects=lambda: ["a", "b"])
-    with pytest.raises(WeightSyncError, match="No tensor that can be compared"):
+    with pytest.raises(WeightSyncError, match="No tensor can be named"):
         check.verify(float("nan"), 3.0, suspects=lambda: [])
 
 
@@ -104,6 +118,16 @@ class TestOnARealEngine:
         means = [log["weight_sync/logp_difference_mean"] for log in logs if "weight_sync/logp_difference_mean" in log]
         assert len(means) == 3 and max(means) < 0.02  # three rollouts, the last after four updates
         assert max(log.get("trust_region/divergence_max", 0) for log in logs) > 0.01, "the policy must move"
+
+    def test_an_evaluation_between_updates_is_no_rollout(self, trainer, restart, monkeypatch):
+        """It syncs the engine, but the next update trains on what older weights sampled."""
+        for name, value in {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}.items():
+            monkeypatch.setattr(trainer.args, name, value)
+        monkeypatch.setattr(trainer, "eval_dataset", tiny.prompts(8))
+        logs = restart()
+        assert sum("eval_reward" in log for log in logs) == 6
+        means = [log["weight_sync/logp_difference_mean"] for log in logs if "weight_sync/logp_difference_mean" in log]
+        assert len(means) == 3 and max(means) < 0.02
 
     def test_corrupted_sync_stops_and_names_the_tensor(self, trainer, restart, monkeypatch):
         push = trainer.vllm_generation._sync.push

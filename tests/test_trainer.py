@@ -12,8 +12,9 @@ from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 B, P, T, K = 4, 5, 7, 6
 TEMPERATURE = 0.8
-CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]
 SHAPED = [
+    {"loss_type": "cispo", "epsilon_high": 1.1},
     {"loss_type": "sapo"},
     {"loss_type": "vespo"},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
@@ -152,7 +153,7 @@ def reference_loss(model, batch, keep, loss_type, ratio_max, accumulation, steps
     if loss_type == "dr_grpo":
         return per_token.sum() / (B * T) / accumulation
     items_per_window = batch["num_items_in_batch"] * accumulation / steps_per_generation
-    return per_token.sum() / items_per_window  # dapo, cispo
+    return per_token.sum() / items_per_window  # dapo
 
 
 def gradients(model, loss):

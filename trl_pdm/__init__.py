@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from ._hooks import TRLCompatibilityError
     from .config import PDMGRPOConfig
+    from .sync_check import WeightSyncError
     from .trainer import PDMGRPOTrainer
     from .trust_region import TokenAssessment, assess
 
@@ -14,23 +16,34 @@ try:
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.0.0"
 
-__all__ = ["PDMGRPOConfig", "PDMGRPOTrainer", "TokenAssessment", "assess"]
+__all__ = [
+    "PDMGRPOConfig",
+    "PDMGRPOTrainer",
+    "TRLCompatibilityError",
+    "TokenAssessment",
+    "WeightSyncError",
+    "assess",
+]
 
 _HOME = {
     "PDMGRPOConfig": "config",
     "PDMGRPOTrainer": "trainer",
+    "TRLCompatibilityError": "_hooks",
+    "WeightSyncError": "sync_check",
     "TokenAssessment": "trust_region",
     "assess": "trust_region",
 }
 
 
-def __getattr__(name: str):
-    # TRL's trainer imports vLLM where it is installed: seconds that `import trl_pdm` need not cost.
-    if name not in _HOME:
-        raise AttributeError(f"module 'trl_pdm' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name
 
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    def __getattr__(name: str):
+        # TRL's trainer imports vLLM where it is installed: seconds that `import trl_pdm` need not cost.
+        if name not in _HOME:
+            raise AttributeError(f"module 'trl_pdm' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,13 @@
 """Which checkpoint to resume from after a crash."""
 
-import os
+import re
 from contextlib import suppress
+from pathlib import Path
 
 from transformers import TrainerState
-from transformers.trainer_utils import sort_checkpoints
+
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 
 
 def last_complete_checkpoint(output_dir: str) -> str | None:
@@ -12,10 +15,13 @@ def last_complete_checkpoint(output_dir: str) -> str | None:
     The newest checkpoint in `output_dir` that was written to its end, `None` where there is none.
 
     `transformers.trainer_utils.get_last_checkpoint` returns the newest, which may be what a run was writing when it was
-    killed or the disk was full. The trainer's state is written last: a checkpoint whose state can be read is complete.
+    killed or the disk was full. `Trainer` writes its state last: a checkpoint whose state can be read is complete, but
+    for the controller of TRL's adaptive entropy, which restarts where it is missing.
     """
-    for checkpoint in reversed(sort_checkpoints(output_dir)):
+    steps = {int(found[1]): found[0] for path in Path(output_dir).glob("*") if (found := _CHECKPOINT.match(path.name))}
+    for step in sorted(steps, reverse=True):
+        checkpoint = Path(output_dir) / steps[step]
         with suppress(OSError, ValueError):
-            TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-            return checkpoint
+            TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            return str(checkpoint)
     return None

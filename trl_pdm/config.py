@@ -38,16 +38,16 @@ class PDMGRPOConfig(GRPOConfig):
     |----------------|----------------|----------------------------------------------------------------------|
     | `"divergence"` | `"predictive"` | PDM ([arXiv:2607.10848](https://huggingface.co/papers/2607.10848))   |
     | `"divergence"` | `"ratio"`      | DPPO ([arXiv:2602.04879](https://huggingface.co/papers/2602.04879))  |
-    | `"ratio"`      | `"ratio"`      | PPO and GRPO: the gradients of TRL's clipping                        |
+    | `"ratio"`      | `"ratio"`      | PPO and GRPO: with `importance_ratio_max=None`, TRL's own gradients  |
     | `"ratio"`      | `"predictive"` | PPO's region with the predictive direction                           |
 
     The mask composes with every loss type and option of [`~trl.GRPOConfig`]:
 
-    - `loss_type` in `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"` with token-level ratios and no `delta`: TRL
-      would clip the ratio. That clipping is switched off and the mask takes its place; the ratio is truncated at
+    - `loss_type` in `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"` with token-level ratios and no `delta`: TRL would clip
+      the ratio. That clipping is switched off and the mask takes its place; the ratio is truncated at
       `importance_ratio_max`, so a token's gradient is `mask * min(ratio, importance_ratio_max) * advantage`.
-    - `loss_type` in `"sapo"`, `"vespo"`, `"luspo"`, or `importance_sampling_level="sequence"`, or `delta` set: the
-      loss keeps its own shaping of the ratio, clipping included, and is multiplied by the mask.
+    - `loss_type` in `"cispo"`, `"sapo"`, `"vespo"`, `"luspo"`, or `importance_sampling_level="sequence"`, or `delta`
+      set: the loss keeps its own shaping of the ratio, clipping included, and is multiplied by the mask.
       `importance_ratio_max` has no effect.
 
     In all of them the ratio is that of the training policy to the behaviour policy, the one that sampled the tokens.
@@ -90,6 +90,10 @@ class PDMGRPOConfig(GRPOConfig):
             Log how often each direction was right about the divergence of the tokens that updated the policy from
             outside the trust region, measured at no extra forward pass when an update comes back to the same tokens
             (`num_iterations` above 1).
+        log_token_assessments (`int`, *optional*, defaults to `0`):
+            Number of completions of which every token is recorded each time the run logs, in
+            `output_dir/token_assessments`, for `python -m trl_pdm.report`. They are a random sample of the main
+            process's last micro-batch. `0` records none.
 
         > Parameters that control vLLM
 
@@ -100,7 +104,8 @@ class PDMGRPOConfig(GRPOConfig):
             wherever the top K contains them all.
         sync_check_steps (`int`, *optional*, defaults to `50`):
             Compare the logprobs that vLLM sampled with the training policy's, on the same weights, after the first sync
-            and then every so many steps. `0` disables the check.
+            and then every so many steps. `0` disables the check. There is none where more than temperature and
+            truncation shapes what vLLM samples (penalties, structured outputs), or with a rollout function.
         sync_check_threshold (`float`, *optional*, defaults to `0.5`):
             Mean absolute difference of logprobs, in nats, at which the check stops the run: only wrong weights explain
             it.
@@ -183,6 +188,14 @@ class PDMGRPOConfig(GRPOConfig):
             "help": "Log how often each direction was right about the divergence of the tokens that updated the policy "
             "from outside the trust region, measured at no extra forward pass when an update comes back to the same "
             "tokens (`num_iterations` above 1)."
+        },
+    )
+    log_token_assessments: int = field(
+        default=0,
+        metadata={
+            "help": "Number of completions of which every token is recorded each time the run logs, in "
+            "`output_dir/token_assessments`, for `python -m trl_pdm.report`. They are a random sample of the main "
+            "process's last micro-batch. `0` records none."
         },
     )
     sampling_support: str = field(
@@ -276,6 +289,10 @@ class PDMGRPOConfig(GRPOConfig):
             refuse("sampling_support", '"full" without `use_vllm`, which alone reports the tokens that survive')
         if self.sampling_support == "replay" and self.beta != 0.0:
             refuse("sampling_support", '"full" with a `beta` other than 0, as the reference is not renormalised')
+        if not isinstance(self.log_token_assessments, int) or self.log_token_assessments < 0:
+            refuse("log_token_assessments", "a number of completions, or 0 for none")
+        if self.vllm_quantization is not None and self.vllm_mode != "colocate":
+            refuse("vllm_quantization", "`None` with a vLLM server, which is quantized by its own flags")
         if not isinstance(self.sync_check_steps, int) or self.sync_check_steps < 0:
             refuse("sync_check_steps", "a number of steps, or 0 for no check")
         if not is_positive(self.sync_check_threshold):

@@ -76,11 +76,11 @@ def realized_alignment(
     mask: Tensor,
 ) -> dict[str, Tensor]:
     """
-    Count how often each direction was right, where a batch comes back after its update: the scores of the next update
-    measure the last one.
+    Count how often each direction was right, where a batch comes back after its update: the scores it is trained on then
+    measure what happened since.
 
-    Counted are the tokens that updated the policy from outside the trust region. The measure is that of the whole
-    optimizer step, in which the other tokens take part.
+    Counted are the tokens that updated the policy from outside the trust region. What happened is all optimizer steps
+    until they come back, with all their tokens.
 
     Args:
         batch (`dict`):

@@ -365,6 +365,12 @@ class TopKVLLMGeneration(VLLMGeneration):
                 f"`generation_kwargs` sets `logprobs` to {generation_kwargs['logprobs']}. Leave it out: "
                 f"`divergence_top_k` ({divergence_top_k}) says how many are needed."
             )
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if name in generation_kwargs:
+                raise ValueError(
+                    f"`generation_kwargs` sets `{name}` to {generation_kwargs[name]}, of which the loss would not know. "
+                    f"Set the field `{name}` of the config instead."
+                )
         super().__init__(**kwargs | {"logprobs": divergence_top_k})
         if self.mode == "colocate":
             # Flat logprobs spare a dictionary a token, and nobody reads the candidates' text: vLLM would detokenize
@@ -436,14 +442,15 @@ class TopKVLLMGeneration(VLLMGeneration):
     def samples_from_the_policy(self) -> bool:
         """Nothing but temperature and truncation comes between the weights and the sampled logprobs."""
         reshaping = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids"}
-        reshaping |= {"structured_outputs", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"}
+        reshaping |= {"structured_outputs", "repetition_penalty", "min_tokens", "thinking_token_budget", "extra_args"}
         return self.repetition_penalty == 1 and not (
             self.structured_outputs_regex or reshaping & set(self.generation_kwargs)
         )
 
     def suspects(self) -> list[str]:
-        """Names of the tensors in which a colocated engine differs from the trainer; of a server nothing is known."""
-        if self.mode != "colocate":
+        """Names of the tensors in which a colocated engine differs from the trainer. Nothing is known of a server, nor
+        of an engine that sleeps, and so has no weights."""
+        if self.mode != "colocate" or self.enable_sleep_mode:
             return []
         # The base, where the adapter is served beside it
         params = lora_model_params(self.model, merged=False) if self._sync.mode == "adapter" else self._sync.params()

@@ -30,41 +30,39 @@ class SyncCheck:
         self.every, self.threshold, self._gather = every, threshold, gather
         self._last: int | None = None
 
-    def is_due(self, step: int, synced_at: int) -> bool:
-        """Whether to check at `step`: when the weights have not changed since a sync, and it is time."""
-        due = self.every > 0 and step == synced_at and (self._last is None or step >= self._last + self.every)
-        if due:
-            self._last = step
-        return due
+    def is_due(self, step: int, sampled_at: int | None) -> bool:
+        """Whether to check at `step`: when the weights have not changed since the rollout, and it is time."""
+        return self.every > 0 and step == sampled_at and (self._last is None or step >= self._last + self.every)
 
     def run(
-        self, sampled: Tensor, trained: Tensor, mask: Tensor, suspects: Callable[[], list[str]]
+        self, step: int, sampled: Tensor, trained: Tensor, mask: Tensor, suspects: Callable[[], list[str]]
     ) -> dict[str, float]:
         """Compare, and stop a run whose difference only wrong weights explain.
 
         Args:
+            step (`int`): the optimizer steps taken so far.
             sampled, trained (`Tensor`, `"B T K+1"`): logprobs in nats, the sampled tokens' in slot 0.
             mask (`Tensor`, bool, `"B T"`): the tokens to compare.
             suspects (`Callable`): names the tensors that differ, asked only before stopping.
 
         Returns:
-            `dict[str, float]`: `logp_difference_mean` and `logp_difference_max`, in nats.
+            `dict[str, float]`: `logp_difference_mean` and `logp_difference_max`, in nats. Empty, and due again, where
+            there is no token to compare.
 
         Raises:
             WeightSyncError: The mean is above the threshold (or no number).
         """
-        mean, largest = self.difference(sampled, trained, mask)
-        self.verify(mean, largest, suspects)
-        return {"logp_difference_mean": mean, "logp_difference_max": largest}
-
-    def difference(self, sampled: Tensor, trained: Tensor, mask: Tensor) -> tuple[float, float]:
-        """Mean and largest difference in nats of the sampled tokens (slot 0), over all processes' tokens in `mask`."""
         apart = (sampled[..., 0] - trained[..., 0].detach()).abs()
         known = mask & ~sampled[..., 0].isnan()
         apart = torch.where(known, apart, 0)
         gathered = self._gather(torch.stack([apart.sum(), known.sum(), apart.max()])[None])
         total, count = gathered[:, :2].sum(0).tolist()
-        return total / max(count, 1), gathered[:, 2].max().item()
+        if not count:
+            return {}
+        self._last = step
+        mean, largest = total / count, gathered[:, 2].max().item()
+        self.verify(mean, largest, suspects)
+        return {"logp_difference_mean": mean, "logp_difference_max": largest}
 
     def verify(self, mean: float, largest: float, suspects: Callable[[], list[str]]) -> None:
         """Stop a run whose difference only wrong weights explain.
@@ -78,7 +76,7 @@ class SyncCheck:
         blame = (
             f"These tensors differ from the trainer's: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
             if names
-            else "No tensor that can be compared differs, so suspect those that the engine fuses or repacks."
+            else "No tensor can be named: suspect those that the engine fuses or repacks."
         )
         raise WeightSyncError(
             f"Right after a weight sync, the logprobs that vLLM sampled differ from the training policy's by {mean:.3f} "
@@ -98,10 +96,11 @@ def differing_tensors(llm: "LLM", named_params: Params, tolerance: float = 0.05)
         named_params: the trainer's parameters as the checkpoint names them.
         tolerance (`float`, *optional*, defaults to `0.05`): relative error that precision may explain.
     """
-    params = dict(named_params)
+    # Copies, because a merged adapter is unmerged again when the iterator ends; on the CPU, because memory may be short
+    params = {name: param.detach().to("cpu", copy=True) for name, param in named_params}
 
     def compare(model: nn.Module) -> list[str]:
-        fused = getattr(model, "packed_modules_mapping", {})
+        fused, device = getattr(model, "packed_modules_mapping", {}), next(model.parameters()).device
         differing = []
         for name, layer in model.named_modules():
             name = name.removesuffix(".base_layer")
@@ -111,7 +110,7 @@ def differing_tensors(llm: "LLM", named_params: Params, tolerance: float = 0.05)
                 parts = [part for part in params if part.endswith("embed_tokens.weight")]
             if not parts or any(part not in params for part in parts):
                 continue
-            weight = torch.cat([params[part].float() for part in parts])
+            weight = torch.cat([params[part].float() for part in parts]).to(device)
             own, apply = getattr(layer, "weight", None), getattr(getattr(layer, "quant_method", None), "apply", None)
             if apply is not None and weight.ndim == 2 and "embed" not in leaf:
                 probe = torch.randn(4, weight.shape[1], device=weight.device)

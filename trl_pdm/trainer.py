@@ -3,6 +3,7 @@
 import inspect
 import math
 import textwrap
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .checkpoint import last_complete_checkpoint
 from .config import PDMGRPOConfig
 from .metrics import TokenMetrics, realized_alignment
 from .sync_check import SyncCheck
+from .token_records import TokenRecords
 from .topk_head import topk_head
 from .weight_sync import quiet_bitsandbytes
 
@@ -24,7 +26,7 @@ from .weight_sync import quiet_bitsandbytes
 logger = get_logger(__name__)
 
 # With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design: see the config.
-LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 
 class PDMGRPOTrainer(GRPOTrainer):
@@ -54,7 +56,9 @@ class PDMGRPOTrainer(GRPOTrainer):
 
     Raises:
         TRLCompatibilityError: The installed TRL is not one this package can build on.
+        TypeError: `args` is of a subclass of `GRPOConfig` that is not one of `PDMGRPOConfig`.
         ValueError: A field of `args` is out of range or does not suit the model.
+        WeightSyncError: While training: vLLM does not hold the trainer's weights.
     """
 
     _tag_names = ["trl", "grpo", "pdm"]
@@ -71,12 +75,14 @@ class PDMGRPOTrainer(GRPOTrainer):
             }"""),
     }
 
+    @wraps(GRPOTrainer.__init__, assigned=())  # for its signature
     def __init__(self, model, reward_funcs=None, args=None, *other_args, **kwargs):
         quiet_bitsandbytes()
         self._batch: dict[str, Any] | None = None  # in `compute_loss`
         self._loss_inputs: dict[str, Any] | None = None  # what TRL is given of it, until its forward has run
         self._behavior_logprobs: Any = None  # the last rollout's, one float per token
         self._skip_scoring = False
+        self._sampled_at: int | None = None  # the step of the rollout that is trained on
 
         def vllm_generation(**vllm_kwargs):
             self._check_top_k()
@@ -114,6 +120,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._told_of_truncation = False
         self._token_metrics = TokenMetrics(self.accelerator.gather)
         self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold, self.accelerator.gather)
+        self._token_records = TokenRecords(args, writes=self.is_world_process_zero())
 
     @property
     def _mode(self) -> str:
@@ -156,8 +163,11 @@ class PDMGRPOTrainer(GRPOTrainer):
         )
         self._skip_scoring = several_steps
         batch = super()._generate_and_score_completions(inputs)
+        if self._mode == "train":
+            self._sampled_at = self.state.global_step
         if self._skip_scoring or (self.beta != 0.0) != ("ref_per_token_logps" in batch):
             raise TRLCompatibilityError("`GRPOTrainer` no longer scores a rollout's policy first, then its reference.")
+        self._token_records.tag(self._mode, batch, self._logs["rewards"], self.reward_weights)
 
         logprobs, self._behavior_logprobs = self._behavior_logprobs, None
         behavior, needs_scores = None, several_steps
@@ -259,7 +269,8 @@ class PDMGRPOTrainer(GRPOTrainer):
     def _apply_trust_region(
         self, evidence: trust_region.Evidence, vocab_size: int, mask: Tensor, sums: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """What TRL's loss is to use: `advantages` `(B, T)`, zero where masked, and behaviour logprobs `(B, T)`."""
+        """What TRL's loss is to use, all `(B, T)`: `advantages`, zero where masked, and the behaviour logprobs, truncated
+        as `old_per_token_logps` and as they are for the sequence mask of `off_policy_mask_threshold`."""
         args = self.args
         advantages = self._batch["advantages"]
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
@@ -275,13 +286,18 @@ class PDMGRPOTrainer(GRPOTrainer):
             **self._thresholds,
         )
         token_sums, maxima = trust_region.summarize(
-            assessment, *evidence[:3], advantages, mask, args.importance_ratio_max
+            assessment,
+            *evidence[:3],
+            advantages,
+            mask,
+            args.importance_ratio_max if self._mask_replaces_clipping else None,
         )
         if args.log_realized_alignment:
             token_sums |= realized_alignment(
                 self._batch, self.state.global_step, assessment, *evidence[:2], advantages, mask
             )
         self._token_metrics.add(self._mode, token_sums | sums, maxima)
+        self._token_records.keep(self._mode, self._batch, assessment, evidence, advantages, mask)
         sampled, policy = evidence.behavior_logps[..., 0], evidence.policy_logps[..., 0].detach()
         old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1
         if self._mask_replaces_clipping and args.importance_ratio_max is not None:
@@ -294,16 +310,17 @@ class PDMGRPOTrainer(GRPOTrainer):
         }
 
     def _check_sync(self, evidence: trust_region.Evidence, mask: Tensor) -> None:
-        """Right after a sync vLLM and the trainer hold the same weights: do they give tokens the same probability?"""
+        """Until the first update after a rollout vLLM and the trainer hold the same weights: do they agree on tokens?"""
         comparable = self.use_vllm and self.model.training and self.rollout_func is None
         if not (comparable and self.vllm_generation.samples_from_the_policy):
             return
-        if self._sync_check.is_due(self.state.global_step, self._last_loaded_step):
-            apart = self._sync_check.run(*evidence[:2], mask, self.vllm_generation.suspects)
+        if self._sync_check.is_due(step := self.state.global_step, self._sampled_at):
+            apart = self._sync_check.run(step, *evidence[:2], mask, self.vllm_generation.suspects)
             for name, value in apart.items():
                 self._metrics["train"][f"weight_sync/{name}"].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self._token_records.write(self._mode, self.state.global_step, self.processing_class)
         metrics = self._token_metrics.pop(self._mode)
         self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
         bias = metrics.get("trust_region/log_surviving_mass")

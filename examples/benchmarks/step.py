@@ -46,7 +46,6 @@ def tiny_model(folder: str) -> str:
 def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
     """Train, and return seconds per optimizer step of each phase, and the process's peak memory in GB."""
     import tempfile
-    from functools import partial
 
     import torch
     from datasets import Dataset
@@ -151,14 +150,13 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
         trainer.vllm_generation.sync_weights = timed("sync", trainer.vllm_generation.sync_weights)
         trainer.compute_loss = timed("loss", trainer.compute_loss)
         trainer.accelerator.backward = timed("loss", trainer.accelerator.backward)
-        start = partial(time.perf_counter)
         begun = []
 
         class Warm(grpo_trainer.TrainerCallback):
             def on_step_end(self, train_args, state, control, **kwargs):
                 if state.global_step == steps:
                     seconds.clear()
-                    begun.append(start())
+                    begun.append(time.perf_counter())
 
         trainer.add_callback(Warm())
         trainer.train()
