@@ -12,7 +12,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
@@ -108,7 +108,7 @@ class Run:
             for entry in self.history
             if "step" in entry and isinstance(entry.get(metric), (int, float)) and math.isfinite(entry[metric])
         ]
-        return tuple(map(list, zip(*points, strict=True))) if points else ([], [])
+        return [step for step, _ in points], [value for _, value in points]
 
     @property
     def last_step(self) -> int:
@@ -141,13 +141,13 @@ def load_run(path: Path, name: str) -> Run:
     """
     if not path.is_dir():
         raise ReportError(f"{path} is not a folder. Pass the output_dir of a run.")
-    histories = []
+    histories: list[list[dict]] = [[]]
     for source in ("trainer_state.json", "metrics.json", "checkpoint-*/trainer_state.json"):
         for file in path.glob(source):
             with suppress(OSError, ValueError, KeyError, TypeError):  # cut short, where a run was killed
                 histories.append(json.loads(file.read_text())["log_history"])
     # Of all that the run saved, what goes furthest
-    history = max(histories, key=_last_step, default=[])
+    history = max(histories, key=_last_step)
     if not history:
         raise ReportError(
             f"{path} has no logs that can be read. Looked for a `log_history` in trainer_state.json, metrics.json and "
@@ -223,7 +223,7 @@ def draw(curves: Curves, runs: list[Run], theme: str) -> bytes | None:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 100 * bottom else (1,)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
-        divergences = {run.settings.get("divergence") for run in runs} - {None}
+        divergences = {run.settings["divergence"] for run in runs if "divergence" in run.settings}
         axes.set_ylabel(UNITS[divergences.pop()] if is_divergence and len(divergences) == 1 else curves.unit)
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -243,11 +243,11 @@ def pictures(runs: list[Run], folder: Path) -> Iterator[str]:
     folder.mkdir(exist_ok=True)
     for name, curves in FIGURES.items():
         (folder / f"{name}.png").unlink(missing_ok=True)  # that of an earlier report
-        light, dark = (draw(curves, runs, theme) for theme in THEMES)
-        if light is None:
+        drawn = [png for theme in THEMES if (png := draw(curves, runs, theme))]
+        if not drawn:
             continue
-        (folder / f"{name}.png").write_bytes(light)
-        light, dark = (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in (light, dark))
+        (folder / f"{name}.png").write_bytes(drawn[0])
+        light, dark = (f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in drawn)
         yield (
             f'<picture><source srcset="{dark}" media="(prefers-color-scheme: dark)">'
             f'<img src="{light}" alt="{escape(curves.title)}, by optimizer step"></picture>\n'
@@ -287,7 +287,11 @@ def token_html(token) -> str:
     if state != "untrained":
         facts.append(f"advantage {token.advantage:+.3g}")
     text, tip = visible(token.text) or "\u25af", SEPARATOR.join(facts)
-    return f'<span class="token {state}" tabindex="0">{text}<span class="tip" role="tooltip">{tip}</span></span>'
+    end = (
+        "\n" if text.endswith("\n") else ""
+    )  # behind the token: within it, it would colour the start of the next line
+    text = text.removesuffix(end)
+    return f'<span class="token {state}" tabindex="0">{text}<span class="tip" role="tooltip">{tip}</span></span>{end}'
 
 
 def completion_html(number: int, tokens: pd.DataFrame) -> str:
@@ -412,7 +416,7 @@ PAGE = """<!DOCTYPE html>
 
 def summary_html(runs: list[Run]) -> str:
     """One row a run: how far it went, and what came of it. A dash for what was not logged."""
-    columns = {
+    columns: dict[str, tuple[str, str, Callable[[list[float]], float]]] = {
         "reward, first": ("reward", "{:.3g}", lambda values: values[0]),
         "reward, last": ("reward", "{:.3g}", lambda values: values[-1]),
         "outside, mean": ("trust_region/outside", "{:.2%}", lambda values: sum(values) / len(values)),

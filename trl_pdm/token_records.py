@@ -66,10 +66,11 @@ class TokenRecords:
             "policy_logprob": evidence.policy_logps[..., 0],
         } | vars(assessment)
         completions = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "reward") if name in batch}
-        self._last = tuple(
+        tokens, completions = (
             {name: values[: self._size].detach().clone() for name, values in part.items()}
             for part in (tokens, completions)
         )
+        self._last = tokens, completions
 
     def write(self, mode: str, step: int, processing_class: Any) -> None:
         """Write what was kept since the last call, one row a token."""
