@@ -356,7 +356,10 @@ def test_attributes_of_the_trainer(trained):
     trainer = trained.trainer
     read = [
         (trainer, "args model state accelerator loss_type importance_sampling_level beta epsilon_low epsilon_high"),
-        (trainer, "use_vllm top_p top_k min_p rollout_func vllm_generation num_iterations _metrics"),
+        (
+            trainer,
+            "use_vllm top_p top_k min_p rollout_func vllm_generation num_iterations _metrics _logs reward_weights",
+        ),
         (
             trainer.args,
             "delta epsilon epsilon_high beta vllm_importance_sampling_correction gradient_accumulation_steps",
