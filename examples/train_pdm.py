@@ -85,8 +85,9 @@ def as_chat(row):
 class ProgressBar(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is not None and "reward" in logs:
-            masked = logs.get("trust_region/masked", 0.0)
-            self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}, masked {masked:.1%}")
+            masked, sync = logs.get("trust_region/masked", 0.0), logs.get("weight_sync/seconds", 0.0)
+            seconds = f"{logs['step_time']:.2g} s a step, {sync:.2g} s a sync"
+            self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}, masked {masked:.1%}, {seconds}")
 
 
 def main(script_args, training_args, model_args):
