@@ -221,3 +221,29 @@ def test_top_k_beyond_the_vocabulary_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`divergence_top_k` must be at most .* 41 tokens, got 42"):
         make_trainer(tmp_path, divergence_top_k=42)
     make_trainer(tmp_path, divergence_top_k=41)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_remote_code_is_run_only_if_asked_for(tmp_path, monkeypatch, trusted):
+    """In the trainer as in the engine. The engine is a stand-in that only tells what it was asked for."""
+    from transformers import AutoConfig
+    from trl.generation import vllm_generation
+
+    class Asked(Exception):
+        pass
+
+    def llm(**kwargs):
+        raise Asked(kwargs["trust_remote_code"])
+
+    loaded, from_pretrained = [], AutoConfig.from_pretrained
+    monkeypatch.setattr(
+        AutoConfig,
+        "from_pretrained",
+        lambda *args, **kwargs: loaded.append(kwargs.get("trust_remote_code")) or from_pretrained(*args, **kwargs),
+    )
+    monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda *args, **kwargs: True)
+    asked = {"trust_remote_code": True} if trusted else {}
+    with pytest.raises(Asked) as engine:
+        make_trainer(tmp_path, use_vllm=True, vllm_mode="colocate", **asked)
+    assert engine.value.args == (trusted,) and trusted in loaded and (not trusted) not in loaded
