@@ -34,9 +34,10 @@ canary:  ## Run the tests of our hooks into TRL against its newest release, in .
 	    .canary/bin/python -m pip install -qq --extra-index-url $(TORCH_CPU_INDEX) '$(TORCH_CPU)'
 	@.canary/bin/python tests/canary.py $(CANARY)
 
-lint: .venv/.installed  ## Check style and formatting
+lint: .venv/.installed  ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: .venv/.installed  ## Apply style and formatting
 	$(BIN)/ruff check --fix .

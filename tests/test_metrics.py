@@ -1,10 +1,13 @@
 """Token metrics: sums over micro-batches and processes, and forecasts held against what an update did."""
 
+import pandas as pd
 import pytest
 import torch
 
+from tests import tiny
 from tests.test_trainer import TEMPERATURE, make_trainer
 from tests.test_trainer_run import run
+from trl_pdm import trust_region
 from trl_pdm.metrics import TokenMetrics, realized_alignment
 from trl_pdm.trust_region import TokenAssessment
 
@@ -115,3 +118,40 @@ def test_nothing_is_logged_where_nothing_comes_back_or_nobody_asked(tmp_path, ar
     logs = run(trainer)
     assert any("trust_region/outside" in log for log in logs)
     assert not any("realized" in name for log in logs for name in log)
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [{}, dict(eval_strategy="steps", eval_steps=1, eval_dataset=tiny.prompts(1), per_device_eval_batch_size=2)],
+)
+def test_completions_table_says_what_was_masked(tmp_path, monkeypatch, evaluation):
+    """By the completion's text, as rows and micro-batches are in different orders; evaluations come in between."""
+    masked, assess = {}, trust_region.assess
+
+    def spy(*args, **kwargs):
+        assessment = assess(*args, **kwargs)
+        batch = trainer._batch
+        texts = tiny.tokenizer().batch_decode(batch["completion_ids"], skip_special_tokens=True)
+        for text, keep, mask in zip(texts, assessment.keep.tolist(), batch["completion_mask"].tolist(), strict=True):
+            masked[text] = sum(m and not k for k, m in zip(keep, mask, strict=True)) / sum(mask)
+        return assessment
+
+    monkeypatch.setattr(trust_region, "assess", spy)
+    trainer = make_trainer(
+        tmp_path,
+        log_completions=True,
+        gradient_accumulation_steps=1,
+        steps_per_generation=2,
+        max_steps=4,
+        learning_rate=1e-3,
+        divergence_threshold=0.005,
+        **evaluation,
+    )
+    run(trainer)
+    tables = [pd.read_parquet(tmp_path / "completions" / f"completions_0000{step}.parquet") for step in (1, 2, 3, 4)]
+    for table in tables:
+        known = table.dropna(subset="masked")
+        assert known["masked"].tolist() == pytest.approx([masked[text] for text in known["completion"]], abs=1e-4)
+    if not evaluation:
+        assert [table["masked"].notna().sum() for table in tables] == [4, 8, 4, 8]
+    assert max(table["masked"].nunique() for table in tables) > 2

@@ -1,14 +1,17 @@
 """Metrics over tokens: summed as tensors in the loss, over all processes, and read only when they are logged."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .trust_region import DIRECTIONS, TokenAssessment
 
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # Each is a ratio of two sums over tokens, or (with `None`) a maximum: see `trust_region.summarize`
 METRICS = {
@@ -63,6 +66,44 @@ class TokenMetrics:
             for name, (numerator, denominator) in METRICS.items()
             if numerator in total and total[denominator]
         }
+
+
+class MaskedColumn:
+    """
+    The column `masked` of TRL's table of completions: which share of a completion's tokens its last update left out.
+
+    TRL logs completions with their rollout. They are trained on later and in another order, so each takes the number of
+    its row along; until then, and if it never is, the entry is `None`.
+
+    Args:
+        columns (`dict`): TRL's extra columns, of the completions of all processes.
+        accelerator ([`~accelerate.Accelerator`]): the trainer's.
+        enabled (`bool`): whether completions are logged.
+    """
+
+    def __init__(self, columns: dict[str, deque], accelerator: "Accelerator", enabled: bool):
+        self._columns, self._accelerator, self._enabled = columns, accelerator, enabled
+        self._rows = 0  # so far; TRL keeps the last ones
+
+    def tag(self, batch: dict[str, Any]) -> None:
+        """Add the rows of a rollout, before it is shuffled."""
+        if self._enabled:
+            ids = batch["completion_ids"]
+            n, processes = len(ids), self._accelerator.num_processes
+            batch["row"] = self._rows + self._accelerator.process_index * n + torch.arange(n, device=ids.device)
+            self._rows += n * processes
+            self._columns["masked"].extend([None] * n * processes)
+
+    def fill_in(self, batch: dict[str, Any], keep: Tensor, mask: Tensor) -> None:
+        """Enter a micro-batch, on every process. `keep`, `mask` `(B, T)`: tokens that update, tokens that could."""
+        if "row" not in batch:
+            return
+        share = (mask & ~keep).sum(1) / mask.sum(1)
+        rows, shares = (self._accelerator.gather(values).tolist() for values in (batch["row"], share))
+        column = self._columns["masked"]
+        for row, value in zip(rows, shares, strict=True):
+            if row >= self._rows - len(column):  # evaluations push a rollout's rows out before its last update
+                column[row - self._rows] = round(value, 4)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ._hooks import TRLCompatibilityError, substituted
 from .sync_check import differing_tensors
-from .weight_sync import SyncRecord, choose_sync, is_bnb_quantized, lora_model_params, unquantized_view
+from .weight_sync import FullSync, SyncRecord, choose_sync, is_bnb_quantized, lora_model_params, unquantized_view
 
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class TokenLogprob(float):
     """
 
     __slots__ = ("candidates", "position")
+    candidates: Candidates
+    position: int
 
     def __new__(cls, logprob: float, candidates: Candidates, position: int):
         self = super().__new__(cls, logprob)
@@ -393,7 +395,8 @@ class TopKVLLMGeneration(VLLMGeneration):
         )
         if self.mode != "colocate":
             return super()._init_vllm()
-        ours = {"max_logprobs": max(self.divergence_top_k, VLLM_DEFAULT_MAX_LOGPROBS)} | self._sync.engine_kwargs
+        ours: dict[str, Any] = {"max_logprobs": max(self.divergence_top_k, VLLM_DEFAULT_MAX_LOGPROBS)}
+        ours |= self._sync.engine_kwargs
         if self.quantization is not None:
             ours["quantization"] = self.quantization
         LLM, model = vllm_generation.LLM, self.model
@@ -453,7 +456,8 @@ class TopKVLLMGeneration(VLLMGeneration):
         if self.mode != "colocate" or self.enable_sleep_mode:
             return []
         # The base, where the adapter is served beside it
-        params = lora_model_params(self.model, merged=False) if self._sync.mode == "adapter" else self._sync.params()
+        sync = self._sync
+        params = sync.params() if isinstance(sync, FullSync) else lora_model_params(self.model, merged=False)
         return differing_tensors(self.llm, params)
 
     def sync_weights(self) -> None:
@@ -462,7 +466,8 @@ class TopKVLLMGeneration(VLLMGeneration):
         Raises:
             TRLCompatibilityError: TRL no longer asks for the weights where this class hands them over.
         """
-        self._moved, start = None, perf_counter()
+        self._moved: int | None = None
+        start = perf_counter()
         super().sync_weights()
         if self._moved is None:
             raise TRLCompatibilityError("`VLLMGeneration.sync_weights` no longer calls `_iter_named_params`.")
@@ -474,6 +479,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         if self.mode == "colocate":
             self._moved = self._sync.push(self.llm)
             return
+        assert isinstance(self._sync, FullSync), "a server takes nothing else"
         self._moved = 0
         for name, param in self._sync.params():
             self._moved += param.nbytes

@@ -65,7 +65,8 @@ class PolicyScores:
 
     @property
     def sum_sq(self) -> Tensor | None:
-        return None if self._chunks[0][2] is None else torch.cat([chunk[2] for chunk in self._chunks])
+        parts = [chunk[2] for chunk in self._chunks if chunk[2] is not None]
+        return torch.cat(parts) if parts else None
 
 
 class _Head:
@@ -187,7 +188,7 @@ def topk_head(
     batch_size: int | None = None,
     *,
     ids: Tensor | None = None,
-    top_k: int | None = None,
+    top_k: int = 0,
     with_sum_sq: bool = False,
     with_grad: bool = False,
 ) -> Iterator[PolicyScores]:
@@ -211,7 +212,7 @@ def topk_head(
     scores = PolicyScores()
     kernel = getattr(trl_utils, _KERNEL, None)
     parameters = () if kernel is None else tuple(inspect.signature(kernel.forward).parameters)[1:]
-    if parameters != _KERNEL_ARGUMENTS:
+    if kernel is None or parameters != _KERNEL_ARGUMENTS:
         raise TRLCompatibilityError(f"TRL's fused LM head `{_KERNEL}` takes {parameters}, not {_KERNEL_ARGUMENTS}.")
     rows_done = 0
 

@@ -16,7 +16,7 @@ from . import rollout, trust_region
 from ._hooks import TRLCompatibilityError, substituted
 from .checkpoint import last_complete_checkpoint
 from .config import PDMGRPOConfig
-from .metrics import TokenMetrics, realized_alignment
+from .metrics import MaskedColumn, TokenMetrics, realized_alignment
 from .sync_check import SyncCheck
 from .token_records import TokenRecords
 from .topk_head import topk_head
@@ -75,10 +75,10 @@ class PDMGRPOTrainer(GRPOTrainer):
             }"""),
     }
 
-    @wraps(GRPOTrainer.__init__, assigned=())  # for its signature
+    @wraps(GRPOTrainer.__init__, assigned=())  # type: ignore[misc]  # for its signature
     def __init__(self, model, reward_funcs=None, args=None, *other_args, **kwargs):
         quiet_bitsandbytes()
-        self._batch: dict[str, Any] | None = None  # in `compute_loss`
+        self._batch: Any = None  # the micro-batch, in `compute_loss`
         self._loss_inputs: dict[str, Any] | None = None  # what TRL is given of it, until its forward has run
         self._behavior_logprobs: Any = None  # the last rollout's, one float per token
         self._skip_scoring = False
@@ -119,6 +119,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._sampling_is_truncated = self.use_vllm and (self.top_p < 1 or self.top_k > 0 or bool(self.min_p))
         self._told_of_truncation = False
         self._token_metrics = TokenMetrics(self.accelerator.gather)
+        self._masked_column = MaskedColumn(self._logs["extra"], self.accelerator, self.log_completions)
         self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold, self.accelerator.gather)
         self._token_records = TokenRecords(args, writes=self.is_world_process_zero())
 
@@ -169,6 +170,7 @@ class PDMGRPOTrainer(GRPOTrainer):
             raise TRLCompatibilityError("`GRPOTrainer` no longer scores a rollout's policy first, then its reference.")
         self._token_records.tag(self._mode, batch, self._logs["rewards"], self.reward_weights)
 
+        self._masked_column.tag(batch)
         logprobs, self._behavior_logprobs = self._behavior_logprobs, None
         behavior, needs_scores = None, several_steps
         if logprobs is not None:
@@ -297,6 +299,7 @@ class PDMGRPOTrainer(GRPOTrainer):
                 self._batch, self.state.global_step, assessment, *evidence[:2], advantages, mask
             )
         self._token_metrics.add(self._mode, token_sums | sums, maxima)
+        self._masked_column.fill_in(self._batch, assessment.keep, mask)
         self._token_records.keep(self._mode, self._batch, assessment, evidence, advantages, mask)
         sampled, policy = evidence.behavior_logps[..., 0], evidence.policy_logps[..., 0].detach()
         old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1

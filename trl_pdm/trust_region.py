@@ -261,8 +261,8 @@ def summarize(
         raise ValueError(f"mask is {_describe(mask)}. Pass booleans of shape {tuple(valid.shape[:-1])}.")
 
     scored = mask & valid[..., 0] & behavior_logps[..., 0].isfinite()
-    sampled = [x[..., :1] for x in (behavior_logps, policy_logps, valid)]
-    log_mu, log_pi = _clean(*sampled[:2], _has_evidence(*sampled)[..., None])
+    behavior, policy, known = (x[..., :1] for x in (behavior_logps, policy_logps, valid))
+    log_mu, log_pi = _clean(behavior, policy, _has_evidence(behavior, policy, known)[..., None])
     log_ratio = (log_pi - log_mu)[..., 0]
     ratio = _exp_ratio(log_ratio)
     known = valid & (behavior_logps < torch.inf) & (policy_logps < torch.inf)
@@ -341,10 +341,11 @@ def _has_evidence(behavior_logps: Tensor, policy_logps: Tensor, valid: Tensor) -
 def _clean(behavior_logps: Tensor, policy_logps: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     """Floored log-probabilities, in float32 or better. A slot not used holds the floor in both: it adds nothing."""
     dtype = torch.promote_types(torch.promote_types(behavior_logps.dtype, policy_logps.dtype), torch.float32)
-    return tuple(
+    behavior, policy = (
         torch.where(used, logps.to(dtype), LOGP_FLOOR).clamp(min=LOGP_FLOOR)
         for logps in (behavior_logps, policy_logps)
     )
+    return behavior, policy
 
 
 def _exp_ratio(log_ratio: Tensor) -> Tensor:

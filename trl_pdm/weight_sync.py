@@ -381,7 +381,7 @@ def _quiet_reload(has_tied_head: bool) -> Iterator[None]:
         reload_logger.removeFilter(is_news)
 
 
-def _tied_heads(model: nn.Module) -> list[nn.Module]:
+def _tied_heads(model: nn.Module) -> list[Any]:  # of `ParallelLMHead`
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
