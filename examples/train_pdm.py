@@ -34,7 +34,13 @@ from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 @dataclass
 class PDMScriptArguments(ScriptArguments):
     warm_start_accuracy: float = field(default=0.55, metadata={"help": "Accuracy at which PDM takes over."})
-    reward: str = field(default="accuracy", metadata={"help": "How to judge.", "choices": ["accuracy", "exact_match"]})
+    reward: str = field(
+        default="accuracy",
+        metadata={
+            "help": "How to judge: 'accuracy', TRL's, of an answer in \\boxed{}, or 'exact_match', of the whole completion.",
+            "choices": ["accuracy", "exact_match"],
+        },
+    )
 
 
 def warm_start(folder, sums, accuracy):
@@ -77,17 +83,23 @@ def greedy_accuracy(trainer, sums):
 
 
 def as_chat(row):
-    question = next(row[name] for name in ("prompt", "problem", "question") if name in row)
+    columns = ("prompt", "problem", "question"), ("solution", "answer")
+    question, answer = (next((row[name] for name in names if name in row), None) for names in columns)
+    if question is None or answer is None:
+        raise ValueError(
+            f"The dataset needs one of the columns {columns[0]} and one of {columns[1]}, got {list(row)}."
+        )
     prompt = question if isinstance(question, list) else [{"role": "user", "content": question}]
-    return {"prompt": prompt, "solution": str(row["solution"] if "solution" in row else row["answer"])}
+    return {"prompt": prompt, "solution": str(answer)}
 
 
 class ProgressBar(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is not None and "reward" in logs:
-            masked, sync = logs.get("trust_region/masked", 0.0), logs.get("weight_sync/seconds", 0.0)
-            seconds = f"{logs['step_time']:.2g} s a step, {sync:.2g} s a sync"
-            self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}, masked {masked:.1%}, {seconds}")
+            shown = {"reward": "reward {:.2f}", "trust_region/masked": "masked {:.1%}"}
+            shown |= {"step_time": "{:.2g} s a step", "weight_sync/seconds": "{:.2g} s a sync"}
+            texts = [text.format(logs[name]) for name, text in shown.items() if name in logs]
+            self.training_bar.set_postfix_str(", ".join(texts))
 
 
 def main(script_args, training_args, model_args):
@@ -143,13 +155,17 @@ def main(script_args, training_args, model_args):
             .dropna(subset="reward")
             .interpolate()
         )
-        axes = curves.plot("step", subplots=panels, figsize=(7, 7), grid=True, title=title)
+        axes = curves.plot("step", subplots=panels, figsize=(7, 7), grid=True, title=title, marker=".")
         axes[0].figure.savefig(output_dir / "training.png", dpi=150, bbox_inches="tight")
+        print(f"Saved in {output_dir}, with metrics.json and training.png.")
         print(title)
 
 
 if __name__ == "__main__":
-    parser = TrlParser((PDMScriptArguments, PDMGRPOConfig, ModelConfig))
+    parser = TrlParser(
+        (PDMScriptArguments, PDMGRPOConfig, ModelConfig),
+        description="Defaults are those of the built-in run. Of others: --model_name_or_path MODEL --help",
+    )
     given, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(return_remaining_strings=True)
     recipe = Path(__file__).parents[1] / "configs" / "recipes" / "default.yaml"
     defaults = {"use_vllm": is_vllm_available()} if given.model_name_or_path else yaml.safe_load(recipe.read_text())

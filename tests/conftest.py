@@ -32,6 +32,17 @@ REQUIRE_VLLM = os.environ.get("TRL_PDM_REQUIRE_VLLM") == "1"
 VLLM_TESTS_PASSED = pytest.StashKey[int]()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment_for_later_processes():
+    """TRL sets these for a colocated engine. Processes that later modules start would take themselves for its peers."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
+
+
 def why_no_vllm() -> str | None:
     try:
         import vllm  # noqa: F401

@@ -322,7 +322,10 @@ def tokens_html(run: Run, step: int | None) -> str:
         there = f"There are those of {_listed(files)}." if files else "Train with `log_token_assessments`."
         raise ReportError(f"{run.path} has no token records of step {step}. {there}")
     if not files:
-        return "<p>No token records. A run with <code>log_token_assessments=2</code> has those of two completions.</p>"
+        return (
+            "<p>No token records. A run with <code>log_token_assessments=16</code> has those of 16 completions, where "
+            "the policy can leave the one that sampled: with vLLM, or several optimizer steps a rollout.</p>"
+        )
     step = max(files) if step is None else step
     table = pd.read_parquet(files[step])
     settings = table.attrs
