@@ -84,6 +84,7 @@ class MaskedColumn:
     def __init__(self, columns: dict[str, deque], accelerator: "Accelerator", enabled: bool):
         self._columns, self._accelerator, self._enabled = columns, accelerator, enabled
         self._rows = 0  # so far; TRL keeps the last ones
+        self._shares: list[tuple[Tensor, Tensor]] = []  # read from the device only when they are logged
 
     def tag(self, batch: dict[str, Any]) -> None:
         """Add the rows of a rollout, before it is shuffled."""
@@ -94,14 +95,17 @@ class MaskedColumn:
             self._rows += n * processes
             self._columns["masked"].extend([None] * n * processes)
 
-    def fill_in(self, batch: dict[str, Any], keep: Tensor, mask: Tensor) -> None:
-        """Enter a micro-batch, on every process. `keep`, `mask` `(B, T)`: tokens that update, tokens that could."""
-        if "row" not in batch:
-            return
-        share = (mask & ~keep).sum(1) / mask.sum(1)
-        rows, shares = (self._accelerator.gather(values).tolist() for values in (batch["row"], share))
-        column = self._columns["masked"]
-        for row, value in zip(rows, shares, strict=True):
+    def add(self, batch: dict[str, Any], keep: Tensor, mask: Tensor) -> None:
+        """Note a micro-batch, on every process. `keep`, `mask` `(B, T)`: tokens that update, tokens that could."""
+        if "row" in batch:
+            share = (mask & ~keep).sum(1) / mask.sum(1)
+            self._shares.append((self._accelerator.gather(batch["row"]), self._accelerator.gather(share)))
+
+    def fill_in(self) -> None:
+        """Enter what was noted, before TRL writes its table."""
+        shares, self._shares = self._shares, []
+        for row, value in (entry for part in shares for entry in zip(*(x.tolist() for x in part), strict=True)):
+            column = self._columns["masked"]
             if row >= self._rows - len(column):  # evaluations push a rollout's rows out before its last update
                 column[row - self._rows] = round(value, 4)
 

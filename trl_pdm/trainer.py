@@ -299,7 +299,7 @@ class PDMGRPOTrainer(GRPOTrainer):
                 self._batch, self.state.global_step, assessment, *evidence[:2], advantages, mask
             )
         self._token_metrics.add(self._mode, token_sums | sums, maxima)
-        self._masked_column.fill_in(self._batch, assessment.keep, mask)
+        self._masked_column.add(self._batch, assessment.keep, mask)
         self._token_records.keep(self._mode, self._batch, assessment, evidence, advantages, mask)
         sampled, policy = evidence.behavior_logps[..., 0], evidence.policy_logps[..., 0].detach()
         old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1
@@ -323,6 +323,7 @@ class PDMGRPOTrainer(GRPOTrainer):
                 self._metrics["train"][f"weight_sync/{name}"].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self._masked_column.fill_in()
         self._token_records.write(self._mode, self.state.global_step, self.processing_class)
         metrics = self._token_metrics.pop(self._mode)
         self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
