@@ -25,9 +25,9 @@ from tests.test_trainer_run import run
 from trl_pdm import PDMGRPOTrainer
 from trl_pdm import trainer as trainer_module
 from trl_pdm._hooks import SUPPORTED_TRL, TRLCompatibilityError, substituted
+from trl_pdm.config import LOSSES_WITHOUT_SHAPING
 from trl_pdm.rollout import TopKVLLMGeneration
 from trl_pdm.topk_head import topk_head
-from trl_pdm.trainer import LOSSES_WITHOUT_SHAPING
 
 
 WHERE = re.escape(f"TRL {trl.__version__} is installed, trl{SUPPORTED_TRL} is supported")

@@ -25,6 +25,10 @@ _CHOICES = {
 }
 
 
+# With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design.
+LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+
 @dataclass
 class PDMGRPOConfig(GRPOConfig):
     r"""
@@ -238,6 +242,35 @@ class PDMGRPOConfig(GRPOConfig):
             "quantized again at each sync."
         },
     )
+
+    @property
+    def mask_replaces_clipping(self) -> bool:
+        """Whether TRL's loss would only clip the ratio, so that the mask takes the place of that."""
+        only_clips = self.loss_type in LOSSES_WITHOUT_SHAPING and self.importance_sampling_level == "token"
+        return only_clips and self.delta is None
+
+    @property
+    def assessment(self) -> dict[str, Any]:
+        """The choices and thresholds of [`~trust_region.assess`]."""
+        low, high = {
+            "divergence": (self.divergence_threshold, self.divergence_threshold_high),
+            "ratio": (self.epsilon, self.epsilon_high),
+        }[self.proximity]
+        choices = {name: getattr(self, name) for name in ("divergence", "proximity", "direction", "tail_estimator")}
+        thresholds = {"threshold_low": low, "threshold_high": low if high is None else high}
+        return choices | thresholds | {"support": self.divergence_support}
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse a top K that the model's vocabulary does not have.
+
+        Raises:
+            ValueError: `divergence_top_k` is above `vocab_size`.
+        """
+        if self.divergence_top_k > vocab_size:
+            raise ValueError(
+                f"`divergence_top_k` must be at most the model's vocabulary of {vocab_size} tokens, got "
+                f"{self.divergence_top_k}."
+            )
 
     def __post_init__(self):
         super().__post_init__()

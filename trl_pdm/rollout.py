@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from itertools import chain, groupby
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,11 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
 from ._hooks import TRLCompatibilityError, substituted
 from .sync_check import differing_tensors
+from .topk_head import topk_head
 from .weight_sync import FullSync, SyncRecord, choose_sync, is_bnb_quantized, lora_model_params, unquantized_view
 
 
@@ -288,6 +291,41 @@ def collate(
     _check(ids, logps, completion_ids.cpu().numpy(), vocab_size)
     device = completion_ids.device
     return torch.from_numpy(ids).to(device), torch.from_numpy(logps).to(device)
+
+
+def score_behavior(
+    score: Callable[..., Any],
+    model: Any,
+    batch: dict[str, Any],
+    batch_size: int,
+    top_k: int,
+    gradient_checkpointing_kwargs: dict[str, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    """
+    The behaviour policy where it is the trainer's own, before it is updated.
+
+    Args:
+        score (`Callable`): TRL's `_get_per_token_logps_and_entropies`.
+        model: the model that is trained.
+        batch (`dict`): TRL's, of a rollout.
+        batch_size (`int`): sequences in one forward pass.
+        top_k (`int`): K.
+        gradient_checkpointing_kwargs (`dict`, *optional*): of the trainer's arguments.
+
+    Returns:
+        `tuple[Tensor, Tensor]`: ids (int32) and log-probabilities (float32) as those of [`collate`].
+    """
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    logits_to_keep = batch["completion_ids"].size(1)
+    multimodal = {name: batch[name] for name in signature(score).parameters if name in batch}
+    with (
+        torch.no_grad(),
+        grpo_trainer.disable_gradient_checkpointing(model, gradient_checkpointing_kwargs),
+        topk_head(attention_mask, logits_to_keep, batch_size, top_k=top_k) as scores,
+    ):
+        score(model, ids, attention_mask, logits_to_keep, batch_size=batch_size, **multimodal)
+    return scores.ids, scores.logps
 
 
 def lack_candidates(behavior_ids: Tensor, mask: Tensor) -> bool:

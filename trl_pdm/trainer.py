@@ -1,6 +1,5 @@
 """`PDMGRPOTrainer`: TRL's `GRPOTrainer`, with predictive divergence masks on which tokens may update the policy."""
 
-import inspect
 import math
 import textwrap
 from functools import wraps
@@ -24,9 +23,6 @@ from .weight_sync import quiet_bitsandbytes
 
 
 logger = get_logger(__name__)
-
-# With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design: see the config.
-LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 
 class PDMGRPOTrainer(GRPOTrainer):
@@ -85,7 +81,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._sampled_at: int | None = None  # the step of the rollout that is trained on
 
         def vllm_generation(**vllm_kwargs):
-            self._check_top_k()
+            self.args.check_vocabulary(self._vocab_size)  # before the engine takes its time to start
             return rollout.TopKVLLMGeneration(
                 divergence_top_k=self.args.divergence_top_k,
                 weight_sync=self.args.vllm_weight_sync,
@@ -95,7 +91,7 @@ class PDMGRPOTrainer(GRPOTrainer):
 
         with substituted(grpo_trainer, VLLMGeneration=vllm_generation, GRPOConfig=PDMGRPOConfig):
             super().__init__(model, reward_funcs, PDMGRPOConfig.from_grpo(args), *other_args, **kwargs)
-        self._check_top_k()
+        self.args.check_vocabulary(self._vocab_size)
         if self.use_vllm and not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
             raise TRLCompatibilityError(
                 "`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`."
@@ -104,18 +100,9 @@ class PDMGRPOTrainer(GRPOTrainer):
             self.rollout_func = rollout.with_candidates(self.rollout_func)
 
         args = self.args
-        self._mask_replaces_clipping = (
-            self.loss_type in LOSSES_WITHOUT_SHAPING
-            and self.importance_sampling_level == "token"
-            and args.delta is None
-        )
-        if self._mask_replaces_clipping:
+        self._ratio_max = args.importance_ratio_max if args.mask_replaces_clipping else None
+        if args.mask_replaces_clipping:
             self.epsilon_low = self.epsilon_high = math.inf
-        low, high = {
-            "divergence": (args.divergence_threshold, args.divergence_threshold_high),
-            "ratio": (args.epsilon, args.epsilon_high),
-        }[args.proximity]
-        self._thresholds = {"threshold_low": low, "threshold_high": low if high is None else high}
         self._sampling_is_truncated = self.use_vllm and (self.top_p < 1 or self.top_k > 0 or bool(self.min_p))
         self._told_of_truncation = False
         self._token_metrics = TokenMetrics(self.accelerator.gather)
@@ -130,13 +117,6 @@ class PDMGRPOTrainer(GRPOTrainer):
     @property
     def _vocab_size(self) -> int:
         return self.model.config.get_text_config().vocab_size
-
-    def _check_top_k(self) -> None:
-        if self.args.divergence_top_k > self._vocab_size:
-            raise ValueError(
-                f"`divergence_top_k` must be at most the model's vocabulary of {self._vocab_size} tokens, got "
-                f"{self.args.divergence_top_k}."
-            )
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
@@ -192,20 +172,11 @@ class PDMGRPOTrainer(GRPOTrainer):
         return batch
 
     def _score_behavior(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The behaviour policy where it is the trainer's own, before it is updated: ids and log-probabilities."""
-        score = super()._get_per_token_logps_and_entropies
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        logits_to_keep = batch["completion_ids"].size(1)
-        batch_size = getattr(self.args, f"per_device_{self._mode}_batch_size")
-        multimodal = {name: batch[name] for name in inspect.signature(score).parameters if name in batch}
-        with (
-            torch.no_grad(),
-            grpo_trainer.disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
-            topk_head(attention_mask, logits_to_keep, batch_size, top_k=self.args.divergence_top_k) as scores,
-        ):
-            score(self.model, ids, attention_mask, logits_to_keep, batch_size=batch_size, **multimodal)
-        return scores.ids, scores.logps
+        score, args = super()._get_per_token_logps_and_entropies, self.args
+        batch_size = getattr(args, f"per_device_{self._mode}_batch_size")
+        return rollout.score_behavior(
+            score, self.model, batch, batch_size, args.divergence_top_k, args.gradient_checkpointing_kwargs
+        )
 
     @staticmethod
     def _trained_on(batch: dict[str, Any]) -> Tensor:
@@ -273,43 +244,21 @@ class PDMGRPOTrainer(GRPOTrainer):
     ) -> dict[str, Tensor]:
         """What TRL's loss is to use, all `(B, T)`: `advantages`, zero where masked, and the behaviour logprobs, truncated
         as `old_per_token_logps` and as they are for the sequence mask of `off_policy_mask_threshold`."""
-        args = self.args
         advantages = self._batch["advantages"]
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        assessment = trust_region.assess(
-            *evidence,
-            vocab_size,
-            advantages,
-            divergence=args.divergence,
-            support=args.divergence_support,
-            proximity=args.proximity,
-            direction=args.direction,
-            tail_estimator=args.tail_estimator,
-            **self._thresholds,
-        )
-        token_sums, maxima = trust_region.summarize(
-            assessment,
-            *evidence[:3],
-            advantages,
-            mask,
-            args.importance_ratio_max if self._mask_replaces_clipping else None,
-        )
-        if args.log_realized_alignment:
+        assessment = trust_region.assess(*evidence, vocab_size, advantages, **self.args.assessment)
+        token_sums, maxima = trust_region.summarize(assessment, *evidence[:3], advantages, mask, self._ratio_max)
+        if self.args.log_realized_alignment:
             token_sums |= realized_alignment(
                 self._batch, self.state.global_step, assessment, *evidence[:2], advantages, mask
             )
         self._token_metrics.add(self._mode, token_sums | sums, maxima)
         self._masked_column.add(self._batch, assessment.keep, mask)
         self._token_records.keep(self._mode, self._batch, assessment, evidence, advantages, mask)
-        sampled, policy = evidence.behavior_logps[..., 0], evidence.policy_logps[..., 0].detach()
-        old = torch.where(sampled.isfinite(), sampled, policy)  # no evidence: a ratio of 1
-        if self._mask_replaces_clipping and args.importance_ratio_max is not None:
-            # A ratio truncated at C is one against a behaviour logprob of at least log(pi) - log(C)
-            old = torch.maximum(old, policy - math.log(args.importance_ratio_max))
         return {
             "advantages": advantages * assessment.keep,
-            "old_per_token_logps": old,
-            "sampling_per_token_logps": sampled,
+            "old_per_token_logps": trust_region.ratio_base(*evidence[:2], self._ratio_max),
+            "sampling_per_token_logps": evidence.behavior_logps[..., 0],
         }
 
     def _check_sync(self, evidence: trust_region.Evidence, mask: Tensor) -> None:

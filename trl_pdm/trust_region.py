@@ -17,6 +17,7 @@ Sources: the top-K and binary divergences are DPPO's (arXiv:2602.04879, Eqs. 12-
 "uniform" and "aggregated" estimators are PDM's (arXiv:2607.10848); the "exact" estimator is this project's.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -331,6 +332,24 @@ def replay_support(
         squares = torch.where(valid, (2 * policy_logps).exp(), 0).sum(-1)
         policy_sum_sq = torch.where(complete, squares, policy_sum_sq)
     return Evidence(behavior_logps, policy_logps, valid, policy_sum_sq), complete, log_mass
+
+
+@torch.no_grad()
+def ratio_base(behavior_logps: Tensor, policy_logps: Tensor, ratio_max: float | None) -> Tensor:
+    """
+    The log-probability `(...)` against which the sampled token's ratio is `min(r, ratio_max)`, and 1 without evidence.
+
+    A ratio truncated at `C` is one against a behaviour log-probability of at least `log pi - log C`.
+
+    Args:
+        behavior_logps, policy_logps (`Tensor`):
+            As in [`assess`].
+        ratio_max (`float` or `None`):
+            The constant `C`, `None` for no truncation.
+    """
+    sampled, policy = behavior_logps[..., 0], policy_logps[..., 0]
+    base = torch.where(sampled.isfinite(), sampled, policy)
+    return base if ratio_max is None else torch.maximum(base, policy - math.log(ratio_max))
 
 
 def _has_evidence(behavior_logps: Tensor, policy_logps: Tensor, valid: Tensor) -> Tensor:
