@@ -57,13 +57,7 @@ def build(tmp_path, cls, model=None, reward=tiny.count_ones, dataset=None, token
         lr_scheduler_type="constant",
         optim="sgd",
         loss_type="bnpo",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
+        **tiny.ON_CPU,
     )
     if cls is PDMGRPOTrainer:
         config = PDMGRPOConfig

@@ -51,13 +51,7 @@ def build(folder, peft_config=None, rollout_func=None, **args):
         temperature=TEMPERATURE,
         divergence_top_k=K,
         lr_scheduler_type="constant",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
+        **tiny.ON_CPU,
     )
     return PDMGRPOTrainer(
         str(folder / "model"),

@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.trainer.utils import pad
 
 from tests import tiny
+from tests.test_distributed import free_port, in_two_processes
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 from trl_pdm import rollout as rollout_module
 from trl_pdm.rollout import (
@@ -342,13 +342,7 @@ def make_trainer(tmp_path, rollout_func=None, model=None, **args):
         steps_per_generation=2,
         gradient_accumulation_steps=1,
         divergence_top_k=6,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
+        **tiny.ON_CPU,
     )
     return PDMGRPOTrainer(
         model or tiny.save(tmp_path / "model"),
@@ -967,12 +961,6 @@ def test_server_whose_logprobs_are_not_the_samplers(tmp_path, stand_in, caplog, 
     assert ("Restart it with `--logprobs-mode processed_logprobs`" in caplog.text) == (mode == "raw_logprobs")
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_real_server(tmp_path, without_nccl):
@@ -1003,20 +991,6 @@ def test_a_real_server(tmp_path, without_nccl):
 # ---- Several processes
 
 
-def in_two_processes(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    environment = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), ACCELERATE_USE_CPU="1")
-    model = tiny.save(tmp_path / "model")
-    torch.multiprocessing.spawn(one_of_two, args=(run, tmp_path, model, environment), nprocs=2)
-
-
-def one_of_two(rank, run, tmp_path, model, environment):
-    os.environ |= environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-    run(rank, tmp_path, model)
-    torch.distributed.destroy_process_group()
-
-
 def score_if_any_must(rank, tmp_path, model):
     for plain_on_rank in (None, 1):
         rollout = Rollout(give=GIVEN, env_mask=True, plain_on_rank=plain_on_rank)
@@ -1031,9 +1005,9 @@ def score_if_any_must(rank, tmp_path, model):
 
 
 @pytest.mark.slow
-def test_all_processes_score_the_behaviour_policy_or_none_does(tmp_path, monkeypatch):
+def test_all_processes_score_the_behaviour_policy_or_none_does(tmp_path):
     """Where one process lacks candidates: with a sharded model, scoring on that one alone would wait for ever."""
-    in_two_processes(score_if_any_must, tmp_path, monkeypatch)
+    in_two_processes(score_if_any_must, tmp_path, tiny.save(tmp_path / "model"))
 
 
 def share_an_engine(rank, tmp_path, model):
@@ -1048,5 +1022,5 @@ def share_an_engine(rank, tmp_path, model):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_tensor_parallel_engine(tmp_path, monkeypatch):
-    in_two_processes(share_an_engine, tmp_path, monkeypatch)
+def test_tensor_parallel_engine(tmp_path):
+    in_two_processes(share_an_engine, tmp_path, tiny.save(tmp_path / "model"))

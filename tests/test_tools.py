@@ -163,13 +163,7 @@ def make_trainer(model_path, **kwargs):
         max_steps=4,
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=128,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
+        **tiny.ON_CPU,
     )
     prompts = [[{"role": "user", "content": f"find {letter}"}] for letter in "uvwxyz" * 8]
     return PDMGRPOTrainer(

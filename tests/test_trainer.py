@@ -49,13 +49,7 @@ def make_trainer(
         max_completion_length=T,
         temperature=TEMPERATURE,
         gradient_accumulation_steps=2,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
+        **tiny.ON_CPU,
     )
     path = tiny.save(tmp_path / "model", moe=moe, seed=model_seed, tie_word_embeddings=tie_word_embeddings)
     return cls(

@@ -73,13 +73,7 @@ def make(path, cls=PDMGRPOTrainer, *, masks=GRPO, model=None, **kwargs):
         max_grad_norm=1e6,  # clipping would hide how a loss is scaled
         lr_scheduler_type="constant",
         epsilon=0.02,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
+        **tiny.ON_CPU,
     )
     if cls is PDMGRPOTrainer:
         defaults |= masks | {"divergence_top_k": 6}

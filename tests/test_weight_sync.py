@@ -68,13 +68,7 @@ def make_trainer(tmp_path, model=None, peft_config=None, quantization_config=Non
         use_vllm=True,
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=64,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
+        **tiny.ON_CPU,
     )
     return PDMGRPOTrainer(
         model or save_model(tmp_path, kind),

@@ -15,6 +15,16 @@ from transformers import (
 )
 
 
+# What every training of the tests has in common
+ON_CPU = dict(
+    use_cpu=True,
+    bf16=False,
+    gradient_checkpointing=False,
+    report_to="none",
+    save_strategy="no",
+    logging_steps=1,
+    disable_tqdm=True,
+)
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
 
 

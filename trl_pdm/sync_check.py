@@ -55,7 +55,8 @@ class SyncCheck:
         apart = (sampled[..., 0] - trained[..., 0].detach()).abs()
         known = mask & ~sampled[..., 0].isnan()
         apart = torch.where(known, apart, 0)
-        gathered = self._gather(torch.stack([apart.sum(), known.sum(), apart.max()])[None])
+        # Read from the device at once: this is the one check that must come before the update
+        gathered = self._gather(torch.stack([apart.sum(), known.sum(), apart.max()])[None]).cpu()
         total, count = gathered[:, :2].sum(0).tolist()
         if not count:
             return {}

@@ -149,8 +149,8 @@ class PDMGRPOTrainer(GRPOTrainer):
         if self._skip_scoring or (self.beta != 0.0) != ("ref_per_token_logps" in batch):
             raise TRLCompatibilityError("`GRPOTrainer` no longer scores a rollout's policy first, then its reference.")
         self._token_records.tag(self._mode, batch, self._logs["rewards"], self.reward_weights)
-
         self._masked_column.tag(batch)
+
         logprobs, self._behavior_logprobs = self._behavior_logprobs, None
         behavior, needs_scores = None, several_steps
         if logprobs is not None:
