@@ -113,6 +113,8 @@ def prepare(trainer, fault):
 def train(folder, fault=None, resume=None, use_vllm=False):
     """Train, and leave what must not depend on an interruption in `result.pt`; an error in `error.txt`."""
     global FOLDER
+    # A shell starts its background jobs with this signal ignored, and they hand that down
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     FOLDER, rollouts = folder, []
 
     def reward(prompts, completions, **kwargs):
