@@ -47,7 +47,8 @@ def lora_model(**overrides):
 
 def save_model(tmp_path, kind="untied"):
     # bitsandbytes' 4-bit product on a CPU needs widths that are multiples of 64
-    overrides = {"tie_word_embeddings": kind == "tied", "moe": kind == "experts", "intermediate_size": 128}
+    kinds = {"tie_word_embeddings": "tied", "moe": "experts", "router_bias": "experts with a router bias"}
+    overrides = {name: kind == value for name, value in kinds.items()} | {"intermediate_size": 128}
     return tiny.save(tmp_path / "model", **overrides)
 
 
@@ -155,7 +156,9 @@ def check_in_sync(trainer):
 
 def sync_without(trainer, part):
     params = list(trainer.vllm_generation._sync.params())
-    kept = SimpleNamespace(mode="full", push=FullSync(lambda: [(n, p) for n, p in params if part not in n]).push)
+    kept = SimpleNamespace(
+        mode="full", push=FullSync(lambda: [(n, p) for n, p in params if part not in n], trainer.model).push
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.vllm_generation, "_sync", kept)
         trainer.vllm_generation.sync_weights()
@@ -358,8 +361,9 @@ def test_what_vllm_cannot_serve_is_merged(overrides, tmp_path, engine_args, capl
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_experts(tmp_path, engine_args, monkeypatch):
-    trainer = make_trainer(tmp_path, kind="experts")
+@pytest.mark.parametrize("kind", ["experts", "experts with a router bias"])
+def test_experts(kind, tmp_path, engine_args, monkeypatch):
+    trainer = make_trainer(tmp_path, kind=kind)
     trainer.train()
     assert check_in_sync(trainer).mode == "full"
     check_far_from(trainer, initial(trainer))
@@ -368,6 +372,13 @@ def test_experts(tmp_path, engine_args, monkeypatch):
             if "experts" in name:
                 parameter.mul_(8)
     check_in_sync(trainer)
+    if kind == "experts with a router bias":  # a buffer of the model, and a parameter of the engine
+        trainer.model.model.layers[1].mlp.gate.e_score_correction_bias.neg_()
+        check_in_sync(trainer)
+        trainer.model.model.layers[1].mlp.gate.e_score_correction_bias.neg_()
+        monkeypatch.setattr(weight_sync, "persistent_buffers", lambda model: [])
+        assert not sync_without(trainer, "none") < 3 * ENGINE_NOISE
+        return
     monkeypatch.setattr(weight_sync, "_repack_experts", lambda model: None)
     if not torch.cuda.is_available():
         assert sync_without(trainer, "none") > 3 * ENGINE_NOISE, "what a CPU engine makes of a reload"
@@ -668,7 +679,7 @@ def test_sync_that_bypasses_this_package(monkeypatch):
 def test_server_gets_every_parameter(monkeypatch):
     model = tiny.model(V)
     generation = TopKVLLMGeneration.__new__(TopKVLLMGeneration)
-    generation.mode, generation._sync, received = "server", FullSync(model.named_parameters), []
+    generation.mode, generation._sync, received = "server", FullSync(model.named_parameters, model), []
     monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: received.extend(self._iter_named_params()))
     generation.sync_weights()
     assert [name for name, _ in received] == [name for name, _ in model.named_parameters()]

@@ -6,6 +6,8 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -37,8 +39,10 @@ def tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def model(vocab_size: int, seed: int = 0, moe: bool = False, **overrides) -> PreTrainedModel:
-    """A random Qwen3, peaked enough for its divergences to mean something."""
+def model(
+    vocab_size: int, seed: int = 0, moe: bool = False, router_bias: bool = False, **overrides
+) -> PreTrainedModel:
+    """A random Qwen3 (GLM-4 MoE with `router_bias`), peaked enough for its divergences to mean something."""
     torch.manual_seed(seed)
     config = dict(
         vocab_size=vocab_size,
@@ -58,6 +62,10 @@ def model(vocab_size: int, seed: int = 0, moe: bool = False, **overrides) -> Pre
     if moe:
         config |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, output_router_logits=True)
         built = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
+    elif router_bias:  # a buffer of the model, a parameter of vLLM's
+        config |= dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
+        built = Glm4MoeForCausalLM(Glm4MoeConfig(**config))
+        built.model.layers[1].mlp.gate.e_score_correction_bias += torch.tensor([3.0, -3.0, 1.0, -1.0])
     else:
         built = Qwen3ForCausalLM(Qwen3Config(**config))
     with torch.no_grad():

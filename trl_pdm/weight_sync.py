@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from inspect import getmembers, ismethod, signature
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
@@ -64,17 +65,18 @@ class FullSync:
 
     Args:
         params (`Callable`): yields the parameters under the names and in the shapes of the checkpoint.
+        model (`nn.Module`): the model that is trained, whose buffers go along.
     """
 
     mode = "full"
     engine_kwargs: dict[str, Any] = {}
 
-    def __init__(self, params: Callable[[], Params]):
-        self.params = params
+    def __init__(self, params: Callable[[], Params], model: nn.Module):
+        self.params, self.model = params, model
 
     def push(self, llm: "LLM") -> int:
         """Bring an engine in this process up to date. Returns the bytes moved."""
-        return reload_weights(llm, self.params())
+        return reload_weights(llm, chain(self.params(), persistent_buffers(self.model)))
 
 
 class AdapterSync:
@@ -100,7 +102,8 @@ class AdapterSync:
         moved, old = 0, self.request.lora_int_id if self.request else 0
         if not old or self.base_every_time:
             # The engine loaded a checkpoint, which need not be what the trainer holds
-            moved += reload_weights(llm, lora_model_params(self.model, merged=False))
+            params = lora_model_params(self.model, merged=False)
+            moved += reload_weights(llm, chain(params, persistent_buffers(self.model)))
         if old:
             llm.llm_engine.remove_lora(old)
         else:
@@ -177,7 +180,7 @@ def choose_sync(
     if requested == "auto" and is_peft_model(model):
         logger.warning(f"`vllm_weight_sync='auto'` moves all weights at each sync ('full'), because {reason}.")
     # TRL merges in place and subtracts again, which in bf16 moves the weights that are trained
-    return FullSync(stock_params if not_plain else lambda: lora_model_params(model, merged=True))
+    return FullSync(stock_params if not_plain else lambda: lora_model_params(model, merged=True), model)
 
 
 # ---- What vLLM can serve
@@ -306,6 +309,21 @@ def lora_model_params(model: "PeftModel", merged: bool) -> Iterator[tuple[str, T
             if merged and leaf == "weight" and adapter in layer.r:
                 param = (param.float() + layer.get_delta_weight(adapter).float()).to(param.dtype)
         yield f"{path}.{leaf}", param
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds beside parameters, under its names there, e.g. a router's correction bias. To vLLM it may be
+    a parameter, which a reload leaves undefined where it gets the layer's other parameters only."""
+    of_peft = (".original_module.", model.base_model.prefix) if is_peft_model(model) else ()
+    base = model.get_base_model() if of_peft else model
+    for path, module in base.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            name = f"{path}.{leaf}"
+            if leaf in module._non_persistent_buffers_set or any(part in name for part in of_peft):
+                continue
+            for part in (".base_layer", ".modules_to_save.default", "._checkpoint_wrapped_module"):
+                name = name.replace(part, "")
+            yield name, buffer
 
 
 def _dequantized(module: nn.Linear) -> Tensor:

@@ -68,7 +68,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
         )
         generation, model = trainer.vllm_generation, trainer.model
         if trl_way and not on_gpu:
-            generation._sync = FullSync(lambda: VLLMGeneration._iter_named_params(generation))
+            generation._sync = FullSync(lambda: VLLMGeneration._iter_named_params(generation), model)
         elif trl_way:
             generation._iter_named_params = lambda: VLLMGeneration._iter_named_params(generation)
         prompts = [
