@@ -224,6 +224,13 @@ def test_rewards_are_weighted_and_of_the_own_process():
     assert batch["reward"].tolist() == pytest.approx([6.0, math.nan, 3.0], nan_ok=True)
 
 
+def test_rewards_of_functions_that_trl_takes_for_one_are_left_out():
+    records = TokenRecords(PDMGRPOConfig(use_cpu=True, log_token_assessments=1), writes=True)
+    batch = {"completion_ids": torch.zeros(2, 5, dtype=torch.long)}
+    records.tag("train", batch, {"partial": [1.0, 2.0, 3.0, 4.0]}, torch.tensor([1.0, 1.0]))
+    assert "reward" not in batch
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, None])
 def test_the_field_refuses_what_is_no_number_of_completions(value):
     with pytest.raises(ValueError, match="`log_token_assessments` must be a number of completions, or 0 for none"):

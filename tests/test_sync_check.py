@@ -21,6 +21,7 @@ def test_check_is_due_right_after_a_sync_and_then_every_so_many_steps():
             due.append(step)
             assert check.run(step, *same, suspects=list) == {"logp_difference_mean": 0, "logp_difference_max": 0}
     assert due == [0, 12, 24]
+    assert check.is_due(4, sampled_at=4), "of another training, with the same trainer"
     assert not check.is_due(40, sampled_at=None)
     assert not any(SyncCheck(0, 0.5, gather=lambda x: x).is_due(step, step) for step in range(5))
 
@@ -39,6 +40,14 @@ def test_difference_above_the_threshold_or_no_number_stops():
         check.verify(0.51, 3.0, suspects=lambda: ["a", "b"])
     with pytest.raises(WeightSyncError, match="No tensor can be named"):
         check.verify(float("nan"), 3.0, suspects=lambda: [])
+
+
+def test_a_layer_that_cannot_be_asked_does_not_hide_the_error():
+    def suspects():
+        raise NotImplementedError("of a kernel")
+
+    with pytest.raises(WeightSyncError, match=r"by 1.000 nats on average .* \(NotImplementedError\('of a kernel'\)\)"):
+        SyncCheck(10, 0.5, gather=lambda x: x).verify(1.0, 2.0, suspects)
 
 
 def test_replayed_support_equals_a_softmax_over_the_survivors():
@@ -98,9 +107,8 @@ def restart(trainer, initial):
         trainer.add_callback(recorder := Recorder())
         trainer.optimizer = trainer.lr_scheduler = None
         trainer._last_loaded_step, trainer._step, trainer._buffered_inputs = -1, 0, None
-        trainer._sync_check._last = None
         trainer._metrics["train"].clear()
-        trainer._token_metrics._recorded.clear()
+        trainer._token_metrics._totals.clear()
         try:
             trainer.train()
         finally:
@@ -170,17 +178,19 @@ class TestOnARealEngine:
             restart()
 
     @pytest.mark.parametrize("support, is_one", [("full", False), ("replay", True)])
-    def test_replay_makes_on_policy_ratios_one_under_top_p(
-        self, trainer, restart, monkeypatch, caplog, support, is_one
+    @pytest.mark.parametrize("name, value", [("top_p", 0.9), ("structured_outputs_regex", "[0-9]{3}")])
+    def test_replay_makes_on_policy_ratios_one_under_truncation(
+        self, trainer, restart, monkeypatch, caplog, name, value, support, is_one
     ):
-        monkeypatch.setattr(trainer.vllm_generation, "top_p", 0.9)
-        monkeypatch.setattr(trainer, "_sampling_is_truncated", True)
+        assert not trainer._sampling_is_truncated and not trainer.vllm_generation.truncates
+        monkeypatch.setattr(trainer.vllm_generation, name, value)
+        monkeypatch.setattr(trainer, "_sampling_is_truncated", trainer.vllm_generation.truncates)
         monkeypatch.setattr(trainer.args, "sampling_support", support)
         monkeypatch.setattr(trainer, "_told_of_truncation", False)
         logs = [log for log in restart() if "weight_sync/logp_difference_mean" in log]
         on_policy = [abs(log["importance_ratio/mean"] - 1) for log in logs]
         assert all(log["trust_region/support_unknown"] < 0.5 for log in logs)
-        assert sum("renormalise its logprobs" in line for line in caplog.messages) == (0 if is_one else 1)
+        assert sum("renormalises its logprobs" in line for line in caplog.messages) == (0 if is_one else 1)
         assert (max(on_policy) < 1e-3) if is_one else (min(on_policy) > 0.02), on_policy
         # Either way the check compares like with like
         assert max(log["weight_sync/logp_difference_mean"] for log in logs) < 0.02

@@ -310,6 +310,18 @@ def test_unscored_tokens_are_kept_with_ratio_one(tmp_path):
     assert logs["trust_region/unscored"] == pytest.approx(2 / 17)
 
 
+@pytest.mark.parametrize("unknown", [math.nan, -200.0])
+def test_padding_is_no_part_of_the_loss_however_improbable_its_token(tmp_path, unknown):
+    trainer = make_trainer(tmp_path, temperature=0.02)
+    batch, _ = make_batch(trainer.model)
+    padding = ~batch["completion_mask"].bool()
+    at_padding = full_logps(trainer.model, batch) / 0.02
+    assert at_padding.log_softmax(-1)[padding][:, batch["completion_ids"][padding]].min() < -100
+    batch["behavior_topk_logps"][..., 0][padding] = unknown
+    loss, _ = trainer_gradients(trainer, batch)
+    assert loss.isfinite()
+
+
 def test_metrics_equal_a_count_by_hand(tmp_path):
     trainer = make_trainer(tmp_path, divergence_threshold=0.1, importance_ratio_max=1.3)
     totals = dict.fromkeys(

@@ -9,7 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests import tiny
 from tests.test_trainer import make_trainer
-from trl_pdm import PDMGRPOTrainer
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 
 class Recorder(TrainerCallback):
@@ -215,6 +215,16 @@ def test_plain_grpo_config_and_no_config(tmp_path):
     assert trainer.args.divergence == "kl" and trainer.args.divergence_threshold == 0.15
     assert (trainer.args.epsilon, trainer.args.learning_rate, trainer.args.steps_per_generation) == (0.3, 3e-5, 3)
     assert args.vllm_importance_sampling_correction, "the user's own config is left as it is"
+
+
+def test_a_config_is_checked_again_when_it_is_used(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.args.vllm_importance_sampling_correction, trainer.args.divergence_threshold = True, 0.2
+    args = PDMGRPOConfig.from_grpo(trainer.args)
+    assert args is trainer.args and not args.vllm_importance_sampling_correction and args.divergence_threshold == 0.2
+    args.divergence_threshold = -1.0
+    with pytest.raises(ValueError, match="`divergence_threshold` must be a positive"):
+        PDMGRPOConfig.from_grpo(args)
 
 
 def test_top_k_beyond_the_vocabulary_is_refused(tmp_path):

@@ -232,6 +232,28 @@ def test_gradient_checkpointing_changes_nothing(path, kwargs):
     assert_trained_alike((weights(trainer), logs), outcome(path))
 
 
+def test_compiling_changes_nothing_and_is_done_once(path, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    same = dict(pad_to_multiple_of=16, max_steps=2 * torch._dynamo.config.recompile_limit)
+    assert_trained_alike(
+        outcome(path, torch_compile=True, torch_compile_backend="eager", **same), outcome(path, **same)
+    )
+
+
+def test_noise_that_looks_like_divergence_is_warned_of(path, caplog):
+    dropout = dict(peft_config=LoraConfig(lora_dropout=0.5, **LORA))
+    for fields, warned in [
+        ({}, 0),
+        (dropout, 1),
+        (dropout | {"disable_dropout": True}, 0),
+        ({"neftune_noise_alpha": 5}, 1),
+    ]:
+        caplog.clear()
+        make(path, **fields)
+        assert sum("takes that for divergence" in line for line in caplog.messages) == warned, fields
+
+
 def test_padding_changes_nothing_but_shapes(path):
     trainer = make(path, pad_to_multiple_of=16)
     batches = rollouts(trainer)

@@ -493,6 +493,27 @@ def test_without_peft(caplog):
         choose_sync("adapter", model, list)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [{"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}],
+)
+def test_tied_embeddings_that_an_adapter_trains_apart_are_refused(overrides):
+    model = get_peft_model(tiny.model(V, tie_word_embeddings=True), lora(**overrides))
+    for requested in ("auto", "full", "adapter"):
+        with pytest.raises(ValueError, match="ties its input and output embeddings.*ensure_weight_tying=True"):
+            choose_sync(requested, model, pytest.fail)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_tied_embeddings_that_an_adapter_trains_together(tmp_path, engine_args):
+    overrides = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    trainer = make_trainer(tmp_path, kind="tied", peft_config=lora(**overrides), learning_rate=1e-2)
+    trainer.train()
+    assert check_in_sync(trainer).mode == "full"
+    check_far_from(trainer, initial(trainer))
+
+
 def test_trl_gathers_what_is_sharded_and_merges_what_is_not_plain():
     for model, kwargs in [(lora_model(), {"sharded": True}), (lora_model(use_dora=True), {})]:
         assert choose_sync("full", model, list, **kwargs).params is list

@@ -283,7 +283,10 @@ class PDMGRPOConfig(GRPOConfig):
         Raises:
             TypeError: `args` is of another subclass of `GRPOConfig`, whose behaviour would be lost.
         """
-        if args is None or isinstance(args, cls):
+        if args is None:
+            return None
+        if isinstance(args, cls):
+            args._settle_trust_region()  # once more, since fields may have been set after construction
             return args
         if type(args) is not GRPOConfig:
             raise TypeError(

@@ -1,6 +1,6 @@
 """Metrics over tokens: summed as tensors in the loss, over all processes, and read only when they are logged."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,22 +44,24 @@ class TokenMetrics:
 
     def __init__(self, gather: Callable[[Tensor], Tensor]):
         self._gather = gather
-        self._recorded: dict[str, list[tuple[list[str], Tensor, Tensor]]] = defaultdict(list)
+        self._totals: dict[str, tuple[list[str], Tensor, Tensor]] = {}
 
     def add(self, mode: str, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """Record 0-dim tensors of one micro-batch, on every process."""
         local = torch.stack([value.float() for value in (*sums.values(), *maxima.values())])
         gathered = self._gather(local[None])
-        totals = gathered[:, : len(sums)].sum(0), gathered[:, len(sums) :].amax(0)
-        self._recorded[mode].append(([*sums, *maxima], *totals))
+        total, largest = gathered[:, : len(sums)].sum(0), gathered[:, len(sums) :].amax(0)
+        if mode in self._totals:
+            _, before, largest_before = self._totals[mode]
+            total, largest = before + total, torch.maximum(largest_before, largest)
+        self._totals[mode] = [*sums, *maxima], total, largest
 
     def pop(self, mode: str) -> dict[str, float]:
         """The metrics of everything recorded since the last call. A share of no tokens is left out."""
-        if not (recorded := self._recorded.pop(mode, None)):
+        if mode not in self._totals:
             return {}
-        names, *_ = recorded[-1]
-        sums, maxima = (torch.stack(part).cpu().double() for part in list(zip(*recorded, strict=True))[1:])
-        total = dict(zip(names, [*sums.sum(0).tolist(), *maxima.amax(0).tolist()], strict=True)) | {None: 1.0}
+        names, sums, maxima = self._totals.pop(mode)
+        total = dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True)) | {None: 1.0}
         total["unscored"] = total["tokens"] - total["scored"]
         return {
             name: total[numerator] / total[denominator]

@@ -40,6 +40,12 @@ OUTSIDE_TOLERANCE = 0.1
 CONTRADICTION_TOLERANCE = 0.5
 MASS_TOLERANCE = 0.01  # engines round
 
+# What comes between the weights and the sampled logprobs, besides temperature. Truncation renormalises them over the
+# tokens that it leaves ...
+_TRUNCATION = {"structured_outputs", "bad_words", "allowed_token_ids", "min_tokens", "thinking_token_budget"}
+# ... and these make them those of another policy
+_RESHAPING = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra_args"}
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -379,6 +385,20 @@ def _check(ids: np.ndarray, logps: np.ndarray, completion_ids: np.ndarray, vocab
         )
 
 
+def check_not_all_nan(logprobs: Sequence[Sequence[float]] | None) -> None:
+    """Refuse a rollout of an engine with NaN weights.
+
+    Raises:
+        ValueError: Every logprob is NaN.
+    """
+    is_nan = (lp != lp for sequence in logprobs or () for lp in sequence)
+    if next(is_nan, False) and all(is_nan):
+        raise ValueError(
+            "Every logprob that vLLM returned is NaN, so its weights are, and what it sampled is not worth training on. "
+            "Resume from a checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+        )
+
+
 class TopKVLLMGeneration(VLLMGeneration):
     """TRL's vLLM backend, but its logprobs are [`TokenLogprob`]s and its weights come through [`choose_sync`].
 
@@ -412,6 +432,13 @@ class TopKVLLMGeneration(VLLMGeneration):
                     f"Set the field `{name}` of the config instead."
                 )
         super().__init__(**kwargs | {"logprobs": divergence_top_k})
+        if not self.samples_from_the_policy:
+            logger.warning(
+                "vLLM samples with penalties or biases (`repetition_penalty`, or one of "
+                f"{', '.join(f'`{name}`' for name in sorted(_RESHAPING))} in `generation_kwargs`), of which the training "
+                "policy knows nothing: ratio and divergence measure them along with the updates, and the sync check is "
+                "off."
+            )
         if self.mode == "colocate":
             # Flat logprobs spare a dictionary a token, and nobody reads the candidates' text: vLLM would detokenize
             # all of them. It needs text to find stop strings.
@@ -472,26 +499,23 @@ class TopKVLLMGeneration(VLLMGeneration):
             logprobs, token_ids = from_lists(completion_ids, token_ids, logprobs), None
         if any(not isinstance(lp[0], TokenLogprob) for sequence in logprobs for lp in sequence[:1]):
             raise TRLCompatibilityError("TRL's vLLM backend no longer reads logprobs through `extract_logprobs`.")
-        if any(logprobs) and all(math.isnan(lp[0]) for sequence in logprobs for lp in sequence):
-            raise ValueError(
-                "Every logprob that vLLM returned is NaN, so its weights are, and what it sampled is not worth training "
-                "on. Resume from a checkpoint, with a lower `learning_rate` or `max_grad_norm`."
-            )
         return prompt_ids, completion_ids, logprobs, token_ids
+
+    @property
+    def truncates(self) -> bool:
+        """Some tokens cannot be sampled, and the logprobs of the others are higher for it."""
+        by_probability = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+        return by_probability or bool(self.structured_outputs_regex or _TRUNCATION & set(self.generation_kwargs))
 
     @property
     def samples_from_the_policy(self) -> bool:
         """Nothing but temperature and truncation comes between the weights and the sampled logprobs."""
-        reshaping = {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids"}
-        reshaping |= {"structured_outputs", "repetition_penalty", "min_tokens", "thinking_token_budget", "extra_args"}
-        return self.repetition_penalty == 1 and not (
-            self.structured_outputs_regex or reshaping & set(self.generation_kwargs)
-        )
+        return self.repetition_penalty == 1 and not _RESHAPING & set(self.generation_kwargs)
 
     def suspects(self) -> list[str]:
-        """Names of the tensors in which a colocated engine differs from the trainer. Nothing is known of a server, nor
-        of an engine that sleeps, and so has no weights."""
-        if self.mode != "colocate" or self.enable_sleep_mode:
+        """Names of the tensors in which a colocated engine differs from the trainer. Nothing is known of a server, of an
+        engine that sleeps, and so has no weights, nor of one whose layers are in parts."""
+        if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return []
         # The base, where the adapter is served beside it
         sync = self._sync

@@ -40,6 +40,8 @@ class TokenRecords:
     def tag(self, mode: str, batch: dict[str, Any], rewards: Mapping[str, Sequence[float]], weights: Tensor) -> None:
         """Add each completion's reward to a rollout, before it is shuffled. `rewards` are TRL's, of all processes."""
         if self._size and mode == "train":  # TRL keeps one rollout's; the process that writes comes first in it
+            if len(rewards) != len(weights):  # functions of one name, which TRL logs as one
+                return
             scores = torch.tensor([list(values)[: len(batch["completion_ids"])] for values in rewards.values()])
             total = (scores.T * weights.to(scores.device)).nansum(1).masked_fill(scores.isnan().all(0), torch.nan)
             batch["reward"] = total.to(batch["completion_ids"].device)

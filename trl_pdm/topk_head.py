@@ -69,6 +69,17 @@ class PolicyScores:
         return torch.cat(parts) if parts else None
 
 
+class _ScoringKernel:
+    """In place of TRL's kernel while candidates are scored. One class for all calls, as compiled code relies on it."""
+
+    call: Any = None
+
+    @staticmethod
+    @torch.compiler.disable
+    def apply(*args: Any) -> Any:
+        return _ScoringKernel.call(*args)
+
+
 class _Head:
     """The arguments of one call of TRL's kernel, and the logits of any token under them."""
 
@@ -259,7 +270,11 @@ def topk_head(
             rows_done += rows
         return outputs
 
-    with substituted(trl_utils, **{_KERNEL: type(_KERNEL, (), {"apply": staticmethod(apply)})}):
-        yield scores
+    _ScoringKernel.call = apply
+    try:
+        with substituted(trl_utils, **{_KERNEL: _ScoringKernel}):
+            yield scores
+    finally:
+        _ScoringKernel.call = None
     if rows_done != len(attention_mask):
         raise TRLCompatibilityError(f"TRL's forward did not score its tokens through `trl.trainer.utils.{_KERNEL}`.")

@@ -103,12 +103,23 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._ratio_max = args.importance_ratio_max if args.mask_replaces_clipping else None
         if args.mask_replaces_clipping:
             self.epsilon_low = self.epsilon_high = math.inf
-        self._sampling_is_truncated = self.use_vllm and (self.top_p < 1 or self.top_k > 0 or bool(self.min_p))
+        self._sampling_is_truncated = self.use_vllm and self.vllm_generation.truncates
         self._told_of_truncation = False
         self._token_metrics = TokenMetrics(self.accelerator.gather)
         self._masked_column = MaskedColumn(self._logs["extra"], self.accelerator, self.log_completions)
         self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold, self.accelerator.gather)
         self._token_records = TokenRecords(args, writes=self.is_world_process_zero())
+        self._warn_of_noise()
+
+    def _warn_of_noise(self) -> None:
+        dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self.model.modules())
+        in_attention = getattr(self.model.config.get_text_config(), "attention_dropout", 0)
+        if dropout or in_attention or self.args.neftune_noise_alpha:
+            logger.warning(
+                "The model trains with dropout or NEFTune, which move its logprobs at random: the trust region takes that "
+                "for divergence and masks tokens for it, before any update. Set `disable_dropout=True`, and no "
+                "`neftune_noise_alpha`."
+            )
 
     @property
     def _mode(self) -> str:
@@ -134,6 +145,8 @@ class PDMGRPOTrainer(GRPOTrainer):
         if not isinstance(output, tuple) or len(output) != 8:
             raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns 8 values, logprobs in fifth place.")
         self._behavior_logprobs = output[4]
+        if self.use_vllm:
+            rollout.check_not_all_nan(self._behavior_logprobs)
         return output
 
     def _generate_and_score_completions(self, inputs):
@@ -257,7 +270,10 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._token_records.keep(self._mode, self._batch, assessment, evidence, advantages, mask)
         return {
             "advantages": advantages * assessment.keep,
-            "old_per_token_logps": trust_region.ratio_base(*evidence[:2], self._ratio_max),
+            # At padding TRL's own are 0, and so must be what they are compared with: exp(0 - logp) may be infinite
+            "old_per_token_logps": torch.where(
+                self._batch["completion_mask"].bool(), trust_region.ratio_base(*evidence[:2], self._ratio_max), 0
+            ),
             "sampling_per_token_logps": evidence.behavior_logps[..., 0],
         }
 
@@ -280,8 +296,9 @@ class PDMGRPOTrainer(GRPOTrainer):
         if bias is not None and self.args.sampling_support == "full" and not self._told_of_truncation:
             self._told_of_truncation = True
             logger.warning(
-                "vLLM samples with `top_p`, `top_k` or `min_p`, which renormalise its logprobs over the tokens that "
-                f"survive; the training policy's are not. Here that adds {bias:+.3f} nats to a token's log-ratio on "
-                "average, and its like to the divergence. `sampling_support='replay'` removes it."
+                "vLLM's sampling is truncated (`top_p`, `top_k`, `min_p`, structured outputs and the like), which "
+                "renormalises its logprobs over the tokens that survive; the training policy's are not. Here that adds "
+                f"{bias:+.3f} nats to a token's log-ratio on average, and its like to the divergence. "
+                "`sampling_support='replay'` removes it."
             )
         super().log(logs, start_time)

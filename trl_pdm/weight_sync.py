@@ -26,6 +26,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from peft import PeftType
 from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from peft.utils.integrations import dequantize_bnb_weight, get_bnb_param_type
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -162,8 +163,15 @@ def choose_sync(
         base_every_time (`bool`, *optional*, defaults to `False`): the engine forgets its weights between syncs.
 
     Raises:
-        ValueError: `"adapter"` was asked for and is impossible, or a quantized base cannot be synchronised at all.
+        ValueError: `"adapter"` was asked for and is impossible, or the model cannot be synchronised at all: a quantized
+            base without a plain adapter, or an adapter that unties tied embeddings.
     """
+    if is_peft_model(model) and parts_tied_embeddings(model):
+        raise ValueError(
+            "`use_vllm=True` does not work with this adapter, because the model ties its input and output embeddings and "
+            "the adapter trains them apart, while vLLM holds one tensor for both. Leave them out of `target_modules` and "
+            "`modules_to_save`, or, with `modules_to_save`, set `ensure_weight_tying=True` in the `LoraConfig`."
+        )
     not_plain = why_not_plain_lora(model, sharded)
     if not_plain and is_bnb_quantized(model):
         raise ValueError(
@@ -214,6 +222,19 @@ def why_not_plain_lora(model: "PreTrainedModel | PeftModel", sharded: bool = Fal
         if variant or not isinstance(layer.base_layer, (nn.Linear, nn.Embedding)):
             return f"LoRA of `{name}` is not plain"
     return None
+
+
+def parts_tied_embeddings(model: "PeftModel") -> bool:
+    """Whether the adapter of `model` trains one of two embeddings that its configuration ties, or each for itself."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return False
+    base = model.get_base_model()
+    layers = base.get_input_embeddings(), base.get_output_embeddings()
+    if any(isinstance(layer, LoraLayer) for layer in layers):
+        return True
+    # A wrapper's `weight` is that of the copy it trains
+    apart = layers[1] is not None and layers[0].weight is not layers[1].weight
+    return apart and any(isinstance(layer, ModulesToSaveWrapper) for layer in layers)
 
 
 def why_not_servable(model: "PeftModel") -> str | None:
@@ -311,7 +332,7 @@ def lora_model_params(model: "PeftModel", merged: bool) -> Iterator[tuple[str, T
         yield f"{path}.{leaf}", param
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
     """What a checkpoint holds beside parameters, under its names there, e.g. a router's correction bias. To vLLM it may be
     a parameter, which a reload leaves undefined where it gets the layer's other parameters only."""
     of_peft = (".original_module.", model.base_model.prefix) if is_peft_model(model) else ()
