@@ -461,6 +461,8 @@ def main(args):
         raise ValueError("Give both `model_name_or_path` and `dataset_name`, or neither.")
     tasks = [args.dataset_name] if args.dataset_name else args.tasks
     regimes = [name for name in args.regimes if not args.use_vllm or REGIMES[name]["vllm"] is not None]
+    if args.use_vllm and not torch.cuda.is_available():
+        regimes = [name for name in regimes if not REGIMES[name]["vllm"]]  # an engine on a CPU has no fp8
     folder, cells = Path(args.output_dir), list(product(tasks, regimes, args.masks, args.seeds))
     folder.mkdir(parents=True, exist_ok=True)
     # An engine of vLLM lives as long as its process
@@ -469,7 +471,10 @@ def main(args):
     with ProcessPoolExecutor(**limits) as pool:
         list(pool.map(teach, [task for task in tasks if task in TASKS], repeat(args)))
         jobs = {pool.submit(run, *cell, args): cell for cell in cells}
-        rows = {jobs[job]: job.result() for job in tqdm(as_completed(jobs), "runs", len(jobs))}
+        rows = {}
+        for job in tqdm(as_completed(jobs), "runs", len(jobs)):
+            rows[jobs[job]] = job.result()
+            pd.DataFrame(rows.values()).to_csv(folder / "runs.csv", index=False)  # what is done is not lost
     runs = pd.DataFrame([rows[cell] for cell in cells])
     measured = ["final", "area", "collapsed", *runs.loc[:, "entropy":"both"]]
     summary = runs.groupby(["task", "regime", "mask"], sort=False)[measured].mean()

@@ -30,12 +30,11 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_pdm.rollout import TopKVLLMGeneration, collate
 
 
-def tiny_model(vocab_size: int) -> str:
+def tiny_model(path: str, vocab_size: int) -> str:
     """A random model of two layers, as a Hugging Face folder."""
     words = {f"w{i}": i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
-    path = tempfile.mkdtemp(prefix="tiny-model-")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1").save_pretrained(path)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -51,9 +50,9 @@ def tiny_model(vocab_size: int) -> str:
     return path
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace, folder: str) -> None:
     torch.manual_seed(0)
-    path = args.model or tiny_model(args.vocab_size)
+    path = args.model or tiny_model(folder, args.vocab_size)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     vocab_size = model.config.get_text_config().vocab_size
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
@@ -121,4 +120,5 @@ if __name__ == "__main__":
     parser.add_argument("--prompt_length", type=int, default=16)
     parser.add_argument("--length", type=int, default=256, help="tokens of each completion")
     parser.add_argument("--turns", type=int, default=7)
-    main(parser.parse_args())
+    with tempfile.TemporaryDirectory() as folder:
+        main(parser.parse_args(), folder)

@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--completion_length", type=int, default=64)
     parser.add_argument("--steps_per_generation", type=int, default=4)
-    parser.add_argument("--rollouts", type=int, default=2, help="rollouts measured in a run, after one to warm up")
+    parser.add_argument("--rollouts", type=int, default=20, help="rollouts measured in a run, after one to warm up")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -70,7 +70,13 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
         if trl_way and not on_gpu:
             generation._sync = FullSync(lambda: VLLMGeneration._iter_named_params(generation), model)
         elif trl_way:
-            generation._iter_named_params = lambda: VLLMGeneration._iter_named_params(generation)
+
+            def counted():
+                for name, param in VLLMGeneration._iter_named_params(generation):
+                    generation._moved += param.nbytes
+                    yield name, param
+
+            generation._iter_named_params = counted
         prompts = [
             trainer.processing_class(f"Once upon a time there was a {word}")["input_ids"] for word in "abcdefgh"
         ]
@@ -81,11 +87,15 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
                     if parameter.requires_grad:
                         parameter += 0.02 * parameter.std().clamp(min=1e-2) * torch.randn_like(parameter)
             generation._moved = 0
+            if on_gpu:
+                torch.cuda.synchronize()
             start = time.perf_counter()
             if trl_way and on_gpu:
                 VLLMGeneration.sync_weights(generation)
             else:
                 generation.sync_weights()
+            if on_gpu:
+                torch.cuda.synchronize()
             seconds = time.perf_counter() - start
             _, completions, logprobs, _ = generation.generate(prompts, None, 1)
             differences = []
@@ -96,8 +106,9 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
                 own = own.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
                 differences += [abs(a - lp[0]) for a, lp in zip(own, sampled, strict=True)]
             if repeat:  # the first brings the base along, and compiles
-                moved = generation.last_sync.bytes if generation.last_sync else float("nan")
-                rows.append({"seconds": seconds, "MB": moved / 1e6, "difference": statistics.mean(differences)})
+                rows.append(
+                    {"seconds": seconds, "MB": generation._moved / 1e6, "difference": statistics.mean(differences)}
+                )
         return rows
 
 
