@@ -810,6 +810,19 @@ def test_folder_of_a_killed_process_is_removed_at_the_next_start():
     assert not os.path.exists(folders[1])
 
 
+def test_a_folder_that_another_process_is_about_to_lock_stays(tmp_path, monkeypatch):
+    locked = weight_sync._locked
+
+    def late(folder, operation):
+        monkeypatch.setattr(weight_sync, "_locked", locked)
+        weight_sync.remove_stale_folders()  # what a process that starts now would do
+        return locked(folder, operation)
+
+    monkeypatch.setattr(weight_sync, "_locked", late)
+    with private_folder(1) as folder:
+        assert os.path.isdir(folder)
+
+
 def test_stale_folder_is_never_followed_elsewhere(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").touch()

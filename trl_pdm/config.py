@@ -102,14 +102,14 @@ class PDMGRPOConfig(GRPOConfig):
         > Parameters that control vLLM
 
         sampling_support (`str`, *optional*, defaults to `"full"`):
-            Tokens over which the training policy is normalised when vLLM samples with `top_p`, `top_k` or `min_p`, which
-            renormalise the behaviour policy over the tokens that survive: `"full"`, the whole vocabulary, so that ratio
-            and divergence carry the logarithm of the surviving probability, or `"replay"`, the same surviving tokens
-            wherever the top K contains them all.
+            Tokens over which the training policy is normalised when vLLM samples with `top_p`, `top_k`, `min_p` or
+            structured outputs, which renormalise the behaviour policy over the tokens that survive: `"full"`, the whole
+            vocabulary, so that ratio and divergence carry the logarithm of the surviving probability, or `"replay"`, the
+            same surviving tokens wherever the top K contains them all.
         sync_check_steps (`int`, *optional*, defaults to `50`):
             Compare the logprobs that vLLM sampled with the training policy's, on the same weights, after the first sync
             and then every so many steps. `0` disables the check. There is none where more than temperature and
-            truncation shapes what vLLM samples (penalties, structured outputs), or with a rollout function.
+            truncation shapes what vLLM samples (penalties, biases), or with a rollout function.
         sync_check_threshold (`float`, *optional*, defaults to `0.5`):
             Mean absolute difference of logprobs, in nats, at which the check stops the run: only wrong weights explain
             it.
@@ -205,10 +205,10 @@ class PDMGRPOConfig(GRPOConfig):
     sampling_support: str = field(
         default="full",
         metadata={
-            "help": "Tokens over which the training policy is normalised when vLLM samples with `top_p`, `top_k` or "
-            "`min_p`, which renormalise the behaviour policy over the tokens that survive: 'full', the whole "
-            "vocabulary, so that ratio and divergence carry the logarithm of the surviving probability, or 'replay', "
-            "the same surviving tokens wherever the top K contains them all.",
+            "help": "Tokens over which the training policy is normalised when vLLM samples with `top_p`, `top_k`, "
+            "`min_p` or structured outputs, which renormalise the behaviour policy over the tokens that survive: "
+            "'full', the whole vocabulary, so that ratio and divergence carry the logarithm of the surviving "
+            "probability, or 'replay', the same surviving tokens wherever the top K contains them all.",
             "choices": ["full", "replay"],
         },
     )

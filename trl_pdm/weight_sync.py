@@ -468,7 +468,8 @@ def remove_stale_folders() -> None:
     for parent in {_SHARED_MEMORY, tempfile.gettempdir()}:
         for folder in Path(parent).glob(f"{_FOLDER_PREFIX}*"):
             with suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # else its process is alive
-                shutil.rmtree(folder)
+                if any(folder.iterdir()):  # else it may be one that is made right now, and not locked yet
+                    shutil.rmtree(folder)
 
 
 @contextmanager
