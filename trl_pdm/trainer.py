@@ -117,8 +117,8 @@ class PDMGRPOTrainer(GRPOTrainer):
         if dropout or in_attention or self.args.neftune_noise_alpha:
             logger.warning(
                 "The model trains with dropout or NEFTune, which move its logprobs at random: the trust region takes that "
-                "for divergence and masks tokens for it, before any update. Set `disable_dropout=True`, and no "
-                "`neftune_noise_alpha`."
+                "for divergence and masks tokens for it, before any update. Set `disable_dropout=True`, the model's "
+                "`attention_dropout` to 0, and no `neftune_noise_alpha`."
             )
 
     @property

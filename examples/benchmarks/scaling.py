@@ -4,9 +4,9 @@
 
 Each point runs the loss phase (forward, loss, backward) on the same batch, in turn, of stock GRPO, of PDM, and of PDM
 with `tail_estimator="uniform"`. Kept are the shortest CPU time (on a GPU, wall time), as all that disturbs a run makes it
-longer, and the peak memory on top of what was there before. Slopes are those of straight lines through the logarithms, of
-stock, of PDM and of what PDM adds: 1 is linear, 0 is flat. Printed as a table, written as `scaling.csv` and drawn as
-`scaling.png`.
+longer, and the peak memory on top of what was there before. As the difference of two such times is mostly noise, PDM's own
+operations (the candidates' logits, the trust region and its sums) are timed as well. Slopes are those of straight lines
+through the logarithms: 1 is linear, 0 is flat. Printed as a table, written as `scaling.csv` and drawn as `scaling.png`.
 
 The sum of squared probabilities that the exact tail needs comes from TRL's LM head: on a GPU within the pass over the
 logits that stock makes, on a CPU by a product and a sum more for each logit, which the uniform tail does not need.
@@ -18,6 +18,7 @@ import itertools
 import json
 import tempfile
 import time
+from functools import wraps
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -29,7 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer, topk_head
 
 
 # What the others are while one grows. One sequence, so that the attention's cost is the same for both and in proportion.
@@ -40,6 +41,36 @@ SWEEPS = {
     "vocabulary": (1024, 4096, 16384, 65536, 262144),
 }
 ON_GPU = torch.cuda.is_available()
+CLOCK = time.perf_counter if ON_GPU else time.process_time
+own_seconds = 0.0  # of PDM's own operations, in the last run
+
+
+def own(function):
+    """Count what `function` takes as PDM's own."""
+
+    @wraps(function)
+    def timed(*args, **kwargs):
+        global own_seconds
+        start = now()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            own_seconds += now() - start
+
+    return timed
+
+
+def now() -> float:
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return CLOCK()
+
+
+class TimedPDM(PDMGRPOTrainer):
+    _apply_trust_region = own(PDMGRPOTrainer._apply_trust_region)
+
+
+topk_head._Head.at = own(topk_head._Head.at)
 
 
 def build(cls: type, folder: str, vocabulary: int):
@@ -50,7 +81,7 @@ def build(cls: type, folder: str, vocabulary: int):
     shape = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, num_key_value_heads=4, **shape))
-    config = PDMGRPOConfig if cls is PDMGRPOTrainer else GRPOConfig
+    config = PDMGRPOConfig if cls is TimedPDM else GRPOConfig
     args = config(
         output_dir=folder,
         bf16=ON_GPU,
@@ -90,14 +121,12 @@ def make_batch(k: int, tokens: int, vocabulary: int, device: torch.device) -> di
 
 def run(trainer, batch, tail_estimator) -> float:
     """Seconds of one loss phase."""
+    global own_seconds
     trainer.model.zero_grad()
     trainer.args.tail_estimator = tail_estimator
-    clock = time.perf_counter if ON_GPU else time.process_time
-    start = clock()
+    own_seconds, start = 0.0, now()
     trainer.compute_loss(trainer.model, dict(batch)).backward()
-    if ON_GPU:
-        torch.cuda.synchronize()
-    return clock() - start
+    return now() - start
 
 
 def peak_bytes(trainer, *case) -> int:
@@ -124,11 +153,11 @@ def measure(repeats: int) -> pd.DataFrame:
     with tempfile.TemporaryDirectory() as folder:
         for sweep, point in points:
             if built_for != (built_for := point["vocabulary"]):
-                trainers = {cls: build(cls, folder, built_for) for cls in (GRPOTrainer, PDMGRPOTrainer)}
+                trainers = {cls: build(cls, folder, built_for) for cls in (GRPOTrainer, TimedPDM)}
             batch = make_batch(point["K"], point["tokens"], point["vocabulary"], trainers[GRPOTrainer].model.device)
             stock_batch = {name: value for name, value in batch.items() if not name.startswith("behavior_")}
             seconds, memory = {}, {}
-            pdm = trainers[PDMGRPOTrainer]
+            pdm = trainers[TimedPDM]
             cases = {
                 "stock": (trainers[GRPOTrainer], stock_batch, "exact"),
                 "pdm": (pdm, batch, "exact"),
@@ -137,24 +166,24 @@ def measure(repeats: int) -> pd.DataFrame:
             for name, case in cases.items():
                 run(*case)  # warms up
                 memory[name], seconds[name] = peak_bytes(*case), []
+            seconds["own"] = []
             for _ in range(repeats):
                 for name, case in cases.items():
                     seconds[name].append(run(*case))
+                    if name == "pdm":
+                        seconds["own"].append(own_seconds)
             row = point | {"sweep": sweep, "at": point[sweep]}
-            for name, times in seconds.items():
-                row[f"{name} ms"], row[f"{name} MB"] = 1e3 * min(times), memory[name] / 1e6
-                if name != "stock":
-                    row[f"{name} ratio"] = row[f"{name} ms"] / row["stock ms"]
-                    for unit in ("ms", "MB"):
-                        row[f"{name} added {unit}"] = row[f"{name} {unit}"] - row[f"stock {unit}"]
+            row |= {f"{name} ms": 1e3 * min(times) for name, times in seconds.items()}
+            row |= {f"{name} MB": peak / 1e6 for name, peak in memory.items()}
+            row |= {f"{name} ratio": row[f"{name} ms"] / row["stock ms"] for name in ("pdm", "uniform")}
             rows.append(row)
             print(f"{sweep} = {point[sweep]}: {row['pdm ratio']:.3f} of stock's time", flush=True)
     return pd.DataFrame(rows)
 
 
 def slope(x: pd.Series, y: pd.Series) -> float:
-    """Of a straight line through the logarithms; not a number where a difference is lost in the noise."""
-    return np.polyfit(np.log(x), np.log(y), 1)[0] if (y > 0).all() else float("nan")
+    """Of a straight line through the logarithms."""
+    return np.polyfit(np.log(x), np.log(y), 1)[0]
 
 
 def draw(results: pd.DataFrame, path: Path) -> None:
@@ -162,17 +191,17 @@ def draw(results: pd.DataFrame, path: Path) -> None:
     styles = {
         "stock {}": ("stock GRPO", "#0072B2", "o-"),
         "pdm {}": ("PDM", "#D55E00", "s-"),
-        "pdm added {}": ("added by PDM", "#D55E00", "s:"),
-        "uniform added {}": ("added with the uniform tail", "#009E73", "^:"),
+        "own {}": ("PDM's own operations", "#009E73", "^:"),
     }
     for column, (sweep, rows) in enumerate(results.groupby("sweep", sort=False)):
         for axis, unit in zip(axes[:, column], ("ms", "MB"), strict=True):
+            slopes = []
             for name, (label, color, style) in styles.items():
-                y = rows[name.format(unit)]
-                axis.plot(rows["at"], y.where(y > 0), style, color=color, ms=4, label=label)
+                if (column_name := name.format(unit)) in rows:
+                    axis.plot(rows["at"], rows[column_name], style, color=color, ms=4, label=label)
+                    slopes.append(f"{slope(rows['at'], rows[column_name]):.2f}")
             axis.set(xscale="log", yscale="log")
-            slopes = (slope(rows["at"], rows[f"{name} {unit}"]) for name in ("stock", "pdm", "pdm added"))
-            axis.set_title("slopes: stock {:.2f}, PDM {:.2f}, added {:.2f}".format(*slopes), fontsize=10)
+            axis.set_title(f"slopes: {', '.join(slopes)}", fontsize=10)
             axis.grid(alpha=0.3)
         axes[1, column].set_xlabel(
             {"tokens": "tokens of the completion", "vocabulary": "size of the vocabulary"}.get(sweep, sweep)
@@ -194,12 +223,11 @@ def main() -> None:
     results = measure(args.repeats)
     results.to_csv(args.output_dir / "scaling.csv", index=False)
     draw(results, args.output_dir / "scaling.png")
-    columns = ["at", "stock ms", "pdm ms", "pdm ratio", "uniform ratio", "stock MB", "pdm added MB"]
+    columns = ["at", "stock ms", "pdm ms", "own ms", "pdm ratio", "uniform ratio", "stock MB", "pdm MB"]
     for sweep, rows in results.groupby("sweep", sort=False):
         print(f"\n{rows[columns].rename(columns={'at': sweep}).to_string(index=False, float_format='%.3g')}")
-        for name in ("stock", "pdm", "pdm added", "uniform added"):
-            time_slope, memory_slope = (slope(rows["at"], rows[f"{name} {unit}"]) for unit in ("ms", "MB"))
-            print(f"{name:13} grows with {sweep} ** {time_slope:.2f} in time, ** {memory_slope:.2f} in memory")
+        slopes = [f"{name} {slope(rows['at'], rows[name]):.2f}" for name in columns[1:] if "ratio" not in name]
+        print(f"slopes: {', '.join(slopes)}")
 
 
 if __name__ == "__main__":
