@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # every weight sync warns of modules that have no weights
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # a sync that leaves weights behind is one
 
 import pandas as pd
 import torch
