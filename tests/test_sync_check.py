@@ -186,7 +186,7 @@ class TestOnARealEngine:
         monkeypatch.setattr(trainer.vllm_generation, name, value)
         monkeypatch.setattr(trainer, "_sampling_is_truncated", trainer.vllm_generation.truncates)
         monkeypatch.setattr(trainer.args, "sampling_support", support)
-        monkeypatch.setattr(trainer, "_told_of_truncation", False)
+        monkeypatch.setattr(trainer.vllm_generation, "_told_of_truncation", False)
         logs = [log for log in restart() if "weight_sync/logp_difference_mean" in log]
         on_policy = [abs(log["importance_ratio/mean"] - 1) for log in logs]
         assert all(log["trust_region/support_unknown"] < 0.5 for log in logs)

@@ -385,6 +385,18 @@ def _check(ids: np.ndarray, logps: np.ndarray, completion_ids: np.ndarray, vocab
         )
 
 
+def warn_of_noise(model: Any, neftune_noise_alpha: float | None) -> None:
+    """Say where the training policy differs from the one that sampled before any update."""
+    dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    in_attention = getattr(model.config.get_text_config(), "attention_dropout", 0)
+    if dropout or in_attention or neftune_noise_alpha:
+        logger.warning(
+            "The model trains with dropout or NEFTune, which move its logprobs at random: the trust region takes that for "
+            "divergence and masks tokens for it, before any update. Set `disable_dropout=True`, the model's "
+            "`attention_dropout` to 0, and no `neftune_noise_alpha`."
+        )
+
+
 def check_not_all_nan(logprobs: Sequence[Sequence[float]] | None) -> None:
     """Refuse a rollout of an engine with NaN weights.
 
@@ -419,6 +431,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         self.weight_sync = weight_sync
         self.quantization = quantization
         self.last_sync: SyncRecord | None = None
+        self._told_of_truncation = False
         generation_kwargs = kwargs.get("generation_kwargs") or {}
         if "logprobs" in generation_kwargs:
             raise ValueError(
@@ -511,6 +524,17 @@ class TopKVLLMGeneration(VLLMGeneration):
     def samples_from_the_policy(self) -> bool:
         """Nothing but temperature and truncation comes between the weights and the sampled logprobs."""
         return self.repetition_penalty == 1 and not _RESHAPING & set(self.generation_kwargs)
+
+    def tell_of_truncation(self, bias: float) -> None:
+        """Say once what truncation does to the log-ratio of a policy that is not renormalised: `bias`, in nats."""
+        if not self._told_of_truncation:
+            self._told_of_truncation = True
+            logger.warning(
+                "vLLM's sampling is truncated (`top_p`, `top_k`, `min_p`, structured outputs and the like), which "
+                "renormalises its logprobs over the tokens that survive; the training policy's are not. Here that adds "
+                f"{bias:+.3f} nats to a token's log-ratio on average, and its like to the divergence. "
+                "`sampling_support='replay'` removes it."
+            )
 
     def suspects(self) -> list[str]:
         """Names of the tensors in which a colocated engine differs from the trainer. Nothing is known of a server, of an

@@ -6,7 +6,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -20,9 +19,6 @@ from .sync_check import SyncCheck
 from .token_records import TokenRecords
 from .topk_head import topk_head
 from .weight_sync import quiet_bitsandbytes
-
-
-logger = get_logger(__name__)
 
 
 class PDMGRPOTrainer(GRPOTrainer):
@@ -104,22 +100,11 @@ class PDMGRPOTrainer(GRPOTrainer):
         if args.mask_replaces_clipping:
             self.epsilon_low = self.epsilon_high = math.inf
         self._sampling_is_truncated = self.use_vllm and self.vllm_generation.truncates
-        self._told_of_truncation = False
         self._token_metrics = TokenMetrics(self.accelerator.gather)
         self._masked_column = MaskedColumn(self._logs["extra"], self.accelerator, self.log_completions)
         self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold, self.accelerator.gather)
         self._token_records = TokenRecords(args, writes=self.is_world_process_zero())
-        self._warn_of_noise()
-
-    def _warn_of_noise(self) -> None:
-        dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self.model.modules())
-        in_attention = getattr(self.model.config.get_text_config(), "attention_dropout", 0)
-        if dropout or in_attention or self.args.neftune_noise_alpha:
-            logger.warning(
-                "The model trains with dropout or NEFTune, which move its logprobs at random: the trust region takes that "
-                "for divergence and masks tokens for it, before any update. Set `disable_dropout=True`, the model's "
-                "`attention_dropout` to 0, and no `neftune_noise_alpha`."
-            )
+        rollout.warn_of_noise(self.model, args.neftune_noise_alpha)
 
     @property
     def _mode(self) -> str:
@@ -243,12 +228,10 @@ class PDMGRPOTrainer(GRPOTrainer):
         replayed, complete = evidence, mask
         if self._sampling_is_truncated:
             replayed, complete, log_mass = trust_region.replay_support(*evidence)
-            sums = {"support_known": mask & complete, "support_unknown": mask & ~complete}
-            sums["log_surviving_mass"] = torch.where(mask & complete, log_mass.detach(), 0)
+            sums = trust_region.summarize_support(complete, log_mass, mask)
             if self.args.sampling_support == "replay":
                 evidence, logps = replayed, logps - log_mass
         self._check_sync(replayed, mask & complete)
-        sums = {name: values.sum() for name, values in sums.items()}
         inputs.update(self._apply_trust_region(evidence, scores.vocab_size, mask, sums))
         return logps, *others
 
@@ -293,12 +276,6 @@ class PDMGRPOTrainer(GRPOTrainer):
         metrics = self._token_metrics.pop(self._mode)
         self._metrics[self._mode].update({name: [value] for name, value in metrics.items()})
         bias = metrics.get("trust_region/log_surviving_mass")
-        if bias is not None and self.args.sampling_support == "full" and not self._told_of_truncation:
-            self._told_of_truncation = True
-            logger.warning(
-                "vLLM's sampling is truncated (`top_p`, `top_k`, `min_p`, structured outputs and the like), which "
-                "renormalises its logprobs over the tokens that survive; the training policy's are not. Here that adds "
-                f"{bias:+.3f} nats to a token's log-ratio on average, and its like to the divergence. "
-                "`sampling_support='replay'` removes it."
-            )
+        if bias is not None and self.args.sampling_support == "full":
+            self.vllm_generation.tell_of_truncation(bias)
         super().log(logs, start_time)

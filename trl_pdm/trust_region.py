@@ -335,6 +335,18 @@ def replay_support(
 
 
 @torch.no_grad()
+def summarize_support(complete: Tensor, log_mass: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sums, 0-dim, over the tokens of `mask` (bool, `"..."`) of what [`replay_support`] said: `support_known` and
+    `support_unknown`, their numbers, and `log_surviving_mass`, in nats, over the known ones."""
+    known = mask & complete
+    return {
+        "support_known": known.sum(),
+        "support_unknown": (mask & ~complete).sum(),
+        "log_surviving_mass": torch.where(known, log_mass, 0).sum(),
+    }
+
+
+@torch.no_grad()
 def ratio_base(behavior_logps: Tensor, policy_logps: Tensor, ratio_max: float | None) -> Tensor:
     """
     The log-probability `(...)` against which the sampled token's ratio is `min(r, ratio_max)`, and 1 without evidence.
