@@ -17,7 +17,8 @@ from transformers import TrainerCallback, TrainerState
 from trl.generation import vllm_generation
 
 from tests import tiny
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer, weight_sync
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from trl_pdm.weight_sync import adapter_files, strategies
 
 
 STEPS = 6  # a rollout and a checkpoint every second one
@@ -39,7 +40,7 @@ def in_shared_memory():
     used = Path("/proc/self/maps").read_text() + " ".join(
         os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink() and link.exists()
     )
-    adapters = Path(weight_sync._SHARED_MEMORY).glob(f"{weight_sync._FOLDER_PREFIX}*")
+    adapters = Path(adapter_files._SHARED_MEMORY).glob(f"{adapter_files._FOLDER_PREFIX}*")
     return sorted({*re.findall(r"/dev/shm/[^\s]+", used), *map(str, adapters)})
 
 
@@ -101,7 +102,7 @@ def prepare(trainer, fault):
         case "full disk":
             trainer.add_callback(FullDisk(int(how)))
         case "sync":  # on a way that the training's first sync has gone
-            weight_sync.save_file = cut_short(weight_sync.save_file, lambda path: trainer.state.global_step == 2, then)
+            strategies.save_file = cut_short(strategies.save_file, lambda path: trainer.state.global_step == 2, then)
         case "engine":
             engine, hook = trainer.vllm_generation.llm.llm_engine, at_call(3)
             step = engine.step

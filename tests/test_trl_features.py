@@ -2,7 +2,7 @@
 
 Where stock can be the reference, our mask is GRPO's: two optimizer steps a rollout, the second of them clipped, and the
 weights that come out are the same. Tools and environments are in `test_tools.py`, rollout functions in
-`test_rollout.py`, quantized bases in `test_weight_sync.py`, checkpoints in `test_trainer_run.py`.
+`test_rollout.py`, quantized bases in `weight_sync/`, checkpoints in `test_trainer_run.py`.
 """
 
 import asyncio

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ._hooks import TRLCompatibilityError
     from .config import PDMGRPOConfig
-    from .sync_check import WeightSyncError
     from .trainer import PDMGRPOTrainer
     from .trust_region import TokenAssessment, assess
+    from .weight_sync.check import WeightSyncError
 
 try:
     __version__ = version("trl-pdm")
@@ -29,7 +29,7 @@ _HOME = {
     "PDMGRPOConfig": "config",
     "PDMGRPOTrainer": "trainer",
     "TRLCompatibilityError": "_hooks",
-    "WeightSyncError": "sync_check",
+    "WeightSyncError": "weight_sync.check",
     "TokenAssessment": "trust_region",
     "assess": "trust_region",
 }

@@ -23,9 +23,11 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from ._hooks import TRLCompatibilityError, substituted
-from .sync_check import differing_tensors
 from .topk_head import topk_head
-from .weight_sync import FullSync, SyncRecord, choose_sync, is_bnb_quantized, lora_model_params, unquantized_view
+from .weight_sync.check import differing_tensors
+from .weight_sync.engine import unquantized_view
+from .weight_sync.parameters import is_bnb_quantized, lora_model_params
+from .weight_sync.strategies import FullSync, SyncRecord, choose_sync
 
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
 
     from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
     from trl_pdm.trust_region import Evidence
-    from trl_pdm.weight_sync import reload_weights
+    from trl_pdm.weight_sync.engine import reload_weights
 
     class StockGeneration(VLLMGeneration):
         def _iter_named_params(self):

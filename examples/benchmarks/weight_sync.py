@@ -41,7 +41,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
     from trl.generation.vllm_generation import VLLMGeneration
 
     from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
-    from trl_pdm.weight_sync import FullSync
+    from trl_pdm.weight_sync.strategies import FullSync
 
     lora, eight_bit, trl_way, sync, _ = VARIANTS[name]
     on_gpu = torch.cuda.is_available()

@@ -1,37 +1,34 @@
-"""Training weights into vLLM, so that the engine samples from the policy that is trained.
+"""Full weights or the adapter alone, and the choice between them: what vLLM can serve."""
 
-Two strategies: *full* moves every parameter, with the adapter merged and a quantized base dequantized; *adapter* moves
-the base once and then only the LoRA matrices, which vLLM serves next to it. Merging rounds small updates away in a bf16
-engine; an adapter keeps them, and is a small fraction of the bytes.
-"""
-
-import fcntl
 import json
-import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from inspect import getmembers, ismethod, signature
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from peft import PeftType
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
-from peft.utils.integrations import dequantize_bnb_weight, get_bnb_param_type
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from ._hooks import TRLCompatibilityError
+from .._hooks import TRLCompatibilityError
+from .adapter_files import private_folder, remove_stale_folders
+from .engine import reload_weights
+from .parameters import (
+    Params,
+    adapter_rank,
+    adapter_tensors,
+    is_bnb_quantized,
+    lora_layers,
+    lora_model_params,
+    persistent_buffers,
+)
 
 
 if TYPE_CHECKING:
@@ -40,10 +37,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 logger = get_logger(__name__)
-
-WEIGHT_SYNCS = ("auto", "full", "adapter")
-
-Params = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -265,219 +258,8 @@ def why_not_servable(model: "PeftModel") -> str | None:
     return None
 
 
-def lora_layers(model: "PeftModel") -> dict[str, LoraLayer]:
-    """The layers of the active adapter, by their names in `model`."""
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-    return {name: layer for name, layer in layers if model.active_adapter in layer.r}
-
-
-def adapter_rank(model: "PeftModel") -> int:
-    return max(layer.r[model.active_adapter] for layer in lora_layers(model).values())  # `rank_pattern` sets several
-
-
 def engine_rank(model: "PeftModel") -> int | None:
     """The smallest `max_lora_rank` of vLLM that fits the active adapter."""
     from vllm.config.lora import MaxLoRARanks
 
     return min((rank for rank in get_args(MaxLoRARanks) if rank >= adapter_rank(model)), default=None)
-
-
-# ---- What the trainer holds
-
-
-def is_bnb_quantized(model: nn.Module) -> bool:
-    return any(get_bnb_param_type(param) for param in model.parameters())
-
-
-def unquantized_view(model: "PreTrainedModel | PeftModel") -> tuple[SimpleNamespace, dict[str, Any]]:
-    """For an engine that is to hold the dequantized weights of `model`: what TRL is to see of it, and engine arguments.
-
-    TRL refuses 8-bit models, and quantizes the engine for 4-bit ones.
-    """
-    modules = [(name, m) for name, m in model.named_modules() if not get_bnb_param_type(getattr(m, "weight", None))]
-    view = SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
-    if not getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
-        return view, {}
-    # The checkpoint is quantized too: nothing in it for this engine, which gets its weights with the first sync
-    return view, {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
-
-
-def adapter_tensors(model: "PeftModel") -> dict[str, Tensor]:
-    """The active adapter in PEFT's file format, its scaling (rsLoRA's and `alpha_pattern`'s too) inside the B matrix."""
-    adapter, tensors = model.active_adapter, {}
-    for name, layer in lora_layers(model).items():
-        tensors[f"{name}.lora_A.weight"] = layer.lora_A[adapter].weight.detach().contiguous()
-        tensors[f"{name}.lora_B.weight"] = (
-            layer.lora_B[adapter].weight.detach() * layer.scaling[adapter]
-        ).contiguous()
-    return tensors
-
-
-@torch.no_grad()
-def lora_model_params(model: "PeftModel", merged: bool) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a plain LoRA model's base, dequantized, the active adapter and what it trains along `merged`."""
-    base, adapter = model.get_base_model(), model.active_adapter
-    for name, param in base.named_parameters():
-        name = name.replace(f".modules_to_save.{adapter}.", ".")
-        if any(part in name for part in (model.base_model.prefix, ".modules_to_save.", ".original_module.")):
-            continue
-        path, _, leaf = name.rpartition(".")
-        if get_bnb_param_type(param):
-            param = _dequantized(base.get_submodule(path))
-        if path.endswith(".base_layer"):
-            path = path.removesuffix(".base_layer")
-            layer = base.get_submodule(path)
-            if merged and leaf == "weight" and adapter in layer.r:
-                param = (param.float() + layer.get_delta_weight(adapter).float()).to(param.dtype)
-        yield f"{path}.{leaf}", param
-
-
-def persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds beside parameters, under its names there, e.g. a router's correction bias. To vLLM it may be
-    a parameter, which a reload leaves undefined where it gets the layer's other parameters only."""
-    of_peft = (".original_module.", model.base_model.prefix) if is_peft_model(model) else ()
-    base = model.get_base_model() if of_peft else model
-    for path, module in base.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            name = f"{path}.{leaf}"
-            if leaf in module._non_persistent_buffers_set or any(part in name for part in of_peft):
-                continue
-            for part in (".base_layer", ".modules_to_save.default", "._checkpoint_wrapped_module"):
-                name = name.replace(part, "")
-            yield name, buffer
-
-
-def _dequantized(module: nn.Linear) -> Tensor:
-    if not getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-        return dequantize_bnb_weight(module.weight, state=getattr(module, "state", None))
-    # An evaluation on a CPU repacks 4-bit weights for a product that is now the only one to read them
-    weight = module(torch.eye(module.in_features)).T
-    return weight if module.bias is None else weight - module.bias[:, None]
-
-
-_cast_notices: set[str] = set()
-
-
-def quiet_bitsandbytes() -> None:
-    """Let bitsandbytes say once, and not with each matrix multiplication, that it casts inputs to float16."""
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_repeated_notice)
-
-
-def _is_no_repeated_notice(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    repeated = message in _cast_notices
-    if "inputs will be cast" in message:
-        _cast_notices.add(message)
-    return not repeated
-
-
-# ---- Into the engine
-
-
-def reload_weights(llm: "LLM", named_params: Params) -> int:
-    """Load `named_params`, in checkpoint format, through vLLM's own reload.
-
-    Loading into the live modules, as stock TRL does, fails where the engine repacked or quantized its weights after
-    loading; the reload undoes and redoes that.
-
-    Args:
-        llm (`vllm.LLM`): an engine in this process.
-        named_params: names and tensors under the names of the Hugging Face checkpoint.
-
-    Returns:
-        `int`: the bytes moved.
-    """
-    moved = 0
-
-    def copies():
-        nonlocal moved
-        for name, param in named_params:
-            moved += param.nbytes
-            yield name, param.detach().clone()  # the engine may keep it, and training changes it in place
-
-    with _quiet_reload(has_tied_head=any(llm.apply_model(_has_tied_head))):
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
-    llm.apply_model(_repack_tied_heads)
-    llm.apply_model(_repack_experts)
-    return moved
-
-
-@contextmanager
-def _quiet_reload(has_tied_head: bool) -> Iterator[None]:
-    # A reload warns about each layer that got no weights. Rotary tables, computed from the config, and a tied head never
-    # get any. All others would keep stale weights: their warning stays.
-    harmless = ("RotaryEmbedding", "LMHead") if has_tied_head else ("RotaryEmbedding",)
-
-    def is_news(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return "Failed to load weights" not in message or not any(layer in message for layer in harmless)
-
-    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    reload_logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        reload_logger.removeFilter(is_news)
-
-
-def _tied_heads(model: nn.Module) -> list[Any]:  # of `ParallelLMHead`
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
-    return [layer for layer in layers if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings]
-
-
-def _has_tied_head(model: nn.Module) -> bool:
-    return bool(_tied_heads(model))
-
-
-def _repack_tied_heads(model: nn.Module) -> None:
-    # The reload visits a tied weight once, as the embedding: a head that was repacked keeps its old, packed copy.
-    for head in _tied_heads(model):
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _repack_experts(model: nn.Module) -> None:
-    # On a CPU only the first load packs them
-    if next(model.parameters()).is_cpu:
-        for layer in model.modules():
-            if kernel := getattr(getattr(layer, "quant_method", None), "moe_kernel", None):
-                kernel.fused_experts.process_weights_after_loading(layer)
-
-
-# ---- The adapter's way: a folder that lives as long as vLLM reads it
-
-_FOLDER_PREFIX = "trl-pdm-adapter-"
-_SHARED_MEMORY = "/dev/shm"
-
-
-@contextmanager
-def private_folder(size: int) -> Iterator[str]:
-    """A folder that only this user can read, in memory if `size` bytes fit there, gone when the block ends."""
-    in_memory = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
-    with (
-        tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=_SHARED_MEMORY if in_memory else None) as folder,
-        _locked(folder, fcntl.LOCK_SH),
-    ):
-        yield folder
-
-
-def remove_stale_folders() -> None:
-    """Remove the adapter folders of processes that were killed."""
-    for parent in {_SHARED_MEMORY, tempfile.gettempdir()}:
-        for folder in Path(parent).glob(f"{_FOLDER_PREFIX}*"):
-            with suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):  # else its process is alive
-                if any(folder.iterdir()):  # else it may be one that is made right now, and not locked yet
-                    shutil.rmtree(folder)
-
-
-@contextmanager
-def _locked(folder: str | Path, operation: int) -> Iterator[None]:
-    # The kernel drops the lock with the process, also across containers that share the folder but no process ids
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, operation)
-        yield
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .weight_sync import Params
+from .parameters import Params
 
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ import torch
 from tests import tiny
 from tests.test_trainer import T, make_trainer
 from tests.test_trainer_run import Recorder
-from trl_pdm import trust_region, weight_sync
-from trl_pdm.sync_check import SyncCheck, WeightSyncError
+from trl_pdm import trust_region
+from trl_pdm.weight_sync import engine
+from trl_pdm.weight_sync.check import SyncCheck, WeightSyncError
 
 
 def test_check_is_due_right_after_a_sync_and_then_every_so_many_steps():
@@ -171,7 +172,7 @@ class TestOnARealEngine:
         assert trainer.vllm_generation.suspects() == []
 
     def test_stale_tied_head_stops_and_is_named(self, trainer, restart, monkeypatch):
-        monkeypatch.setattr(weight_sync, "_repack_tied_heads", lambda model: None)
+        monkeypatch.setattr(engine, "_repack_tied_heads", lambda model: None)
         with torch.no_grad():
             trainer.model.get_input_embeddings().weight.copy_(trainer.model.get_input_embeddings().weight.flip(0))
         with pytest.raises(WeightSyncError, match="differ from the trainer's: lm_head"):

@@ -1,0 +1,117 @@
+"""Models, adapters and trainers that the tests of the weight sync share, and how far an engine is from its trainer."""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from tests import tiny
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from trl_pdm.weight_sync import adapter_files
+
+
+ENGINE_NOISE = 0.02  # mean, in nats: a bf16 engine against a float32 trainer
+V = len(tiny.tokenizer())
+INT8 = BitsAndBytesConfig(load_in_8bit=True)
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+def lora(**overrides):
+    return LoraConfig(**dict(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM") | overrides)
+
+
+def lora_model(**overrides):
+    return get_peft_model(tiny.model(V), lora(**overrides))
+
+
+def save_model(tmp_path, kind="untied"):
+    # bitsandbytes' 4-bit product on a CPU needs widths that are multiples of 64
+    kinds = {"tie_word_embeddings": "tied", "moe": "experts", "router_bias": "experts with a router bias"}
+    overrides = {name: kind == value for name, value in kinds.items()} | {"intermediate_size": 128}
+    return tiny.save(tmp_path / "model", **overrides)
+
+
+def make_trainer(tmp_path, model=None, peft_config=None, quantization_config=None, kind="untied", **args):
+    if peft_config:
+        args.setdefault("learning_rate", 5e-2)
+    defaults = dict(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=12,
+        steps_per_generation=2,
+        gradient_accumulation_steps=1,
+        divergence_top_k=6,
+        max_steps=6,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        use_vllm=True,
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_length=64,
+        **tiny.ON_CPU,
+    )
+    return PDMGRPOTrainer(
+        model or save_model(tmp_path, kind),
+        reward_funcs=tiny.count_ones,
+        args=PDMGRPOConfig(**defaults | args),
+        train_dataset=tiny.prompts(),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+        quantization_config=quantization_config,
+    )
+
+
+@torch.no_grad()
+def difference(trainer, model=None):
+    """Mean absolute difference between the engine's logprobs of tokens that it samples, and those of full logits."""
+    model = model or trainer.model
+    was_training = model.training
+    model.eval()
+    prompts = [trainer.processing_class(row["prompt"])["input_ids"] for row in trainer.train_dataset.select(range(48))]
+    _, completions, logprobs, _ = trainer.vllm_generation.generate(prompts, None, 1)
+    errors = []
+    for prompt, completion, entries in zip(prompts, completions, logprobs, strict=True):
+        logps = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].float().log_softmax(-1)
+        expected = logps[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        errors += (expected - torch.tensor([float(lp[0]) for lp in entries])).abs().tolist()
+    model.train(was_training)
+    assert len(errors) > 40
+    return sum(errors) / len(errors)
+
+
+def check_in_sync(trainer):
+    """After a sync the engine samples from the trainer's policy."""
+    trainer.vllm_generation.sync_weights()
+    error, sync = difference(trainer), trainer.vllm_generation.last_sync
+    print(f"mean abs difference {error:.5f}, {sync}")
+    assert error < ENGINE_NOISE
+    return sync
+
+
+def check_far_from(trainer, model=None):
+    """... and from no other that it could have been left with."""
+    assert difference(trainer, model) > 3 * ENGINE_NOISE
+
+
+def initial(trainer):
+    return AutoModelForCausalLM.from_pretrained(trainer.model.name_or_path).eval()
+
+
+def adapter_bytes(model):
+    return sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name and ".default." in name)
+
+
+def full_bytes(model):
+    return sum(p.nbytes for p in model.parameters())
+
+
+def quantized(tmp_path, quantization=INT8, **overrides):
+    path = save_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization)
+    return get_peft_model(model, lora(**overrides)) if overrides else model
+
+
+def leftovers():
+    parents = {Path(adapter_files._SHARED_MEMORY), Path(adapter_files.tempfile.gettempdir())}
+    return [folder for parent in parents for folder in parent.glob(f"{adapter_files._FOLDER_PREFIX}*")]

@@ -1,0 +1,278 @@
+"""On a real engine: after each sync it must sample from the very policy that is trained.
+
+The engine's own logprobs are compared with the log-softmax of the trainer's full logits, after real optimizer updates.
+"""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests import tiny
+from tests.weight_sync.helpers import (
+    ENGINE_NOISE,
+    INT8,
+    NF4,
+    adapter_bytes,
+    check_far_from,
+    check_in_sync,
+    difference,
+    full_bytes,
+    initial,
+    leftovers,
+    lora,
+    make_trainer,
+    save_model,
+)
+from trl_pdm.weight_sync import engine, strategies
+from trl_pdm.weight_sync.strategies import FullSync
+
+
+def sync_without(trainer, part):
+    params = list(trainer.vllm_generation._sync.params())
+    kept = SimpleNamespace(
+        mode="full", push=FullSync(lambda: [(n, p) for n, p in params if part not in n], trainer.model).push
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.vllm_generation, "_sync", kept)
+        trainer.vllm_generation.sync_weights()
+    return difference(trainer)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_full_sync(kind, tmp_path, engine_args, vllm_warnings):
+    trainer = make_trainer(tmp_path, kind=kind)
+    assert "enable_lora" not in engine_args
+    trainer.train()
+    sync = check_in_sync(trainer)
+    check_far_from(trainer, initial(trainer))
+    assert sync.mode == "full" and sync.bytes == full_bytes(trainer.model) and sync.seconds > 0
+    assert not [message for message in vllm_warnings() if "Failed to load weights" in message]
+    # One sync a rollout, and two steps a rollout
+    synced = [log["step"] for log in trainer.state.log_history if "weight_sync/bytes" in log]
+    assert synced == [1, 3, 5]
+    assert trainer.state.log_history[0]["weight_sync/bytes"] == sync.bytes
+    assert trainer.state.log_history[0]["weight_sync/seconds"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_a_corrupted_sync_is_visible(kind, tmp_path, engine_args, vllm_warnings, monkeypatch):
+    trainer = make_trainer(tmp_path, kind=kind)
+    check_in_sync(trainer)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(parameter.std() * torch.randn_like(parameter))
+    assert sync_without(trainer, "layers.") > 2 * ENGINE_NOISE
+    assert any("Failed to load weights" in message for message in vllm_warnings()), "the engine's word for it"
+    assert sync_without(trainer, "none") < ENGINE_NOISE
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lm_head" in name or "embed_tokens" in name:
+                parameter.add_(parameter.std() * torch.randn_like(parameter))
+    if kind == "tied":  # the engine has no word for it, which is why it is mended here
+        monkeypatch.setattr(engine, "_repack_tied_heads", lambda model: None)
+        assert sync_without(trainer, "none") > 5 * ENGINE_NOISE
+    else:
+        assert not any("LMHead" in message for message in vllm_warnings())
+        assert sync_without(trainer, "lm_head") > 5 * ENGINE_NOISE
+        assert any("LMHead: Failed to load weights" in message for message in vllm_warnings())
+
+
+ADAPTERS = {
+    "plain": {},
+    "rank-stabilized": {"use_rslora": True, "r": 6},
+    "patterns": {"r": 5, "rank_pattern": {"q_proj": 8, "down_proj": 3}, "alpha_pattern": {"v_proj": 5, "up_proj": 12}},
+    "some layers": {"target_modules": ["o_proj", "gate_proj"], "layers_to_transform": [1]},
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapter_sync(name, tmp_path, engine_args):
+    trainer = make_trainer(tmp_path, kind="tied", peft_config=lora(**ADAPTERS[name]))
+    # The base, too, is no longer what the engine loads
+    with torch.no_grad():
+        for parameter in trainer.model.get_base_model().parameters():
+            parameter.add_(parameter.std() * 0.3 * torch.randn_like(parameter))
+    assert engine_args["enable_lora"] and engine_args["max_lora_rank"] == 8
+    engine = trainer.vllm_generation.llm.llm_engine
+    trainer.train()
+    versions = []
+    for _ in range(3):
+        sync = check_in_sync(trainer)
+        with trainer.model.disable_adapter():
+            check_far_from(trainer)
+        assert sync.mode == "adapter" and sync.bytes == adapter_bytes(trainer.model)
+        versions.append(engine.list_loras())
+        assert not leftovers()
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(parameter.std() * 0.2 * torch.randn_like(parameter))
+    assert versions == [{4}, {5}, {6}], "after three versions in training, and each alone in the engine"
+    logged = [log["weight_sync/bytes"] for log in trainer.state.log_history if "weight_sync/bytes" in log]
+    assert logged == [full_bytes(trainer.model), *[adapter_bytes(trainer.model)] * 2], "the base once"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_adapter_in_calls_of_the_engine_itself(tmp_path, engine_args):
+    from vllm import SamplingParams
+
+    trainer = make_trainer(tmp_path, kind="tied", peft_config=lora(init_lora_weights=False))
+    trainer.vllm_generation.sync_weights()
+    llm, model = trainer.vllm_generation.llm, trainer.model.eval()
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
+    prompt = trainer.processing_class("12+3=")["input_ids"]
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    ((token, entry),) = output.outputs[0].logprobs[0].items()
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(-1)[token]
+        with model.disable_adapter():
+            base = model(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(-1)[token]
+    assert abs(entry.logprob - expected) < 0.05 < abs(base - expected)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_reference_adapter_is_not_served(tmp_path, engine_args):
+    path = save_model(tmp_path, kind="tied")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora(init_lora_weights=False))
+    trainer = make_trainer(tmp_path, model=model, beta=0.05, learning_rate=5e-2)
+    assert set(trainer.model.peft_config) == {"default", "ref"}
+    trainer.train()
+    assert check_in_sync(trainer).mode == "adapter"
+    trainer.model.set_adapter("ref")
+    check_far_from(trainer)
+
+
+QUANTIZED = {
+    "8-bit, adapter": (INT8, "auto", "adapter"),
+    "4-bit, adapter": (NF4, "adapter", "adapter"),
+    "8-bit, merged": (INT8, "full", "full"),
+    "4-bit, merged": (NF4, "full", "full"),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_base(name, tmp_path, engine_args, caplog):
+    quantization, requested, mode = QUANTIZED[name]
+    args = {"vllm_weight_sync": requested, "learning_rate": 1e-2}
+    trainer = make_trainer(tmp_path, peft_config=lora(), quantization_config=quantization, **args)
+    assert trainer.vllm_generation.model is trainer.model
+    assert engine_args["quantization"] is None and "load_format" not in engine_args
+    assert ("enable_lora" in engine_args) == (mode == "adapter")
+    for _ in range(2):
+        trainer.train()
+        assert check_in_sync(trainer).mode == mode
+        with trainer.model.disable_adapter():
+            check_far_from(trainer)
+    assert sum("inputs will be cast" in record.getMessage() for record in caplog.records) <= 1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_quantized_checkpoint(tmp_path, engine_args):
+    # Nothing of it can be loaded into an engine that is not quantized
+    path = save_model(tmp_path)
+    AutoModelForCausalLM.from_pretrained(path, quantization_config=NF4).save_pretrained(tmp_path / "nf4")
+    tiny.tokenizer().save_pretrained(tmp_path / "nf4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4")
+    trainer = make_trainer(tmp_path, model=model, peft_config=lora(), learning_rate=1e-2)
+    assert engine_args["load_format"] == "dummy" and engine_args["quantization"] is None
+    trainer.train()
+    assert check_in_sync(trainer).mode == "adapter"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}],
+)
+def test_what_vllm_cannot_serve_is_merged(overrides, tmp_path, engine_args, caplog):
+    trainer = make_trainer(tmp_path, peft_config=lora(**overrides), learning_rate=1e-2)
+    assert "enable_lora" not in engine_args
+    (field,) = overrides
+    (warning,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "vllm_weight_sync" in text]
+    assert field in warning
+    trainer.train()
+    assert check_in_sync(trainer).mode == "full"
+    check_far_from(trainer, initial(trainer))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["experts", "experts with a router bias"])
+def test_experts(kind, tmp_path, engine_args, monkeypatch):
+    trainer = make_trainer(tmp_path, kind=kind)
+    trainer.train()
+    assert check_in_sync(trainer).mode == "full"
+    check_far_from(trainer, initial(trainer))
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "experts" in name:
+                parameter.mul_(8)
+    check_in_sync(trainer)
+    if kind == "experts with a router bias":  # a buffer of the model, and a parameter of the engine
+        trainer.model.model.layers[1].mlp.gate.e_score_correction_bias.neg_()
+        check_in_sync(trainer)
+        trainer.model.model.layers[1].mlp.gate.e_score_correction_bias.neg_()
+        monkeypatch.setattr(strategies, "persistent_buffers", lambda model: [])
+        assert not sync_without(trainer, "none") < 3 * ENGINE_NOISE
+        return
+    monkeypatch.setattr(engine, "_repack_experts", lambda model: None)
+    if not torch.cuda.is_available():
+        assert sync_without(trainer, "none") > 3 * ENGINE_NOISE, "what a CPU engine makes of a reload"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_tied_embeddings_that_an_adapter_trains_together(tmp_path, engine_args):
+    overrides = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    trainer = make_trainer(tmp_path, kind="tied", peft_config=lora(**overrides), learning_rate=1e-2)
+    trainer.train()
+    assert check_in_sync(trainer).mode == "full"
+    check_far_from(trainer, initial(trainer))
+
+
+@pytest.mark.vllm
+def test_tied_heads_are_found_wherever_they_are(monkeypatch):
+    from vllm.model_executor.layers import vocab_parallel_embedding
+
+    class Embedding(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+            self.quant_method = SimpleNamespace(process_weights_after_loading=repacked.append)
+
+    class Head(Embedding):
+        pass
+
+    monkeypatch.setattr(vocab_parallel_embedding, "VocabParallelEmbedding", Embedding)
+    monkeypatch.setattr(vocab_parallel_embedding, "ParallelLMHead", Head)
+    repacked, weights = [], [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
+    tied, untied = Head(weights[0]), Head(weights[1])
+    nested = torch.nn.ModuleDict(
+        {
+            "vision": torch.nn.ModuleDict({"embed": Embedding(weights[2])}),
+            "language_model": torch.nn.ModuleDict(
+                {"wrapped": torch.nn.Sequential(Embedding(weights[0])), "lm_head": tied}
+            ),
+            "other_head": untied,
+        }
+    )
+    assert engine._has_tied_head(nested)
+    engine._repack_tied_heads(nested)
+    assert repacked == [tied]
+    assert not engine._has_tied_head(torch.nn.Sequential(untied, Embedding(weights[2])))
