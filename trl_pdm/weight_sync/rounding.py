@@ -1,0 +1,109 @@
+"""Rounding weights to an engine's coarser dtype without losing what training changed.
+
+An update of 1e-5 is far smaller than the spacing of bfloat16 at a typical weight, so rounding to nearest gives the engine
+the old weight back. Stochastic rounding picks one of the two neighbours, the nearer one more often, such that the
+expectation is the weight itself: of many weights that each move a little, the right share moves by a whole spacing.
+"""
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+
+# Elements rounded at a time: what stays in a core's cache, and what keeps a GPU busy. Even, as a hash serves two.
+_CHUNK = {"cpu": 1 << 18}
+_CHUNK_ELSEWHERE = 1 << 24
+
+
+def is_held_by(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether each value of the floating point type `source` is one of `target`."""
+    return torch.promote_types(source, target) == target
+
+
+@torch.no_grad()
+def round_stochastically(tensor: Tensor, dtype: torch.dtype, name: str, seed: int = 0) -> Tensor:
+    """
+    Round to `dtype` such that the expectation over seeds is the tensor itself.
+
+    The dither is a fixed function of seed, name and position. Rounding twice gives the same bits, on each process and
+    device; a weight that does not change is rounded as before; and a larger one never to less than a smaller one.
+
+    Values that `dtype` holds stay as they are, infinities, NaN and signed zeros among them. A finite value beyond the
+    largest of `dtype` becomes that largest value.
+
+    Args:
+        tensor (`torch.Tensor`): floating point, of any shape, float64 at most. Not changed.
+        dtype (`torch.dtype`): `torch.bfloat16` or `torch.float16`; to one that holds all values of the tensor's it casts.
+        name (`str`): the tensor's name, which sets its dither apart from that of other tensors.
+        seed (`int`, *optional*, defaults to `0`): sets one dither apart from the next.
+
+    Returns:
+        `torch.Tensor`: of `dtype` and the tensor's shape, contiguous, with memory of its own. Its expectation is exact
+        from float32 to bfloat16, and otherwise to 2^-17 of the spacing of `dtype`.
+    """
+    rounded = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    if is_held_by(tensor.dtype, dtype):
+        return rounded.copy_(tensor)
+    flat_in, flat_out = tensor.detach().reshape(-1), rounded.view(-1)
+    round_chunk = _float32_to_bfloat16 if (tensor.dtype, dtype) == (torch.float32, torch.bfloat16) else _to_grid
+    key, size = _key(name, seed), _CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE)
+    for start in range(0, flat_in.numel(), size):
+        source, target = flat_in[start : start + size], flat_out[start : start + size]
+        round_chunk(source, target, _dither(start, source.numel(), key, tensor.device))
+    return rounded
+
+
+def _float32_to_bfloat16(source: Tensor, target: Tensor, dither: Tensor) -> None:
+    # bfloat16 is the upper half of float32, so a carry out of the lower half is a step to the next value away from zero.
+    # The dither is signed, hence the offset to 0 ... 65535.
+    bits = (source.view(torch.int32) + dither).add_(1 << 15).bitwise_and_(-1 << 16)
+    target.copy_(bits.view(torch.float32))
+    largest = torch.finfo(target.dtype).max
+    low, high = source.aminmax()
+    if not (-largest <= low and high <= largest):  # also where one is NaN
+        beyond = ~(source.abs() <= largest)
+        target[beyond] = _without_overflow(source[beyond], largest).to(target.dtype)
+
+
+def _to_grid(source: Tensor, target: Tensor, dither: Tensor) -> None:
+    info, size = torch.finfo(target.dtype), source.double().abs()
+    # The spacing at a value from its exponent, below the smallest normal number the spacing there; both as bits
+    smallest = torch.tensor(info.smallest_normal, dtype=torch.float64).view(torch.int64).item() >> 52
+    steps = torch.tensor(info.eps, dtype=torch.float64).view(torch.int64).item() - (1023 << 52)
+    spacing = ((size.view(torch.int64) >> 52).clamp(min=smallest) << 52).add_(steps).view(torch.float64)
+    on_grid = (size / spacing + (dither.double() + 32768.5) / 65536).floor_() * spacing
+    target.copy_(_without_overflow(torch.where(size.isinf(), size, on_grid), info.max).copysign_(source))
+
+
+def _without_overflow(values: Tensor, largest: float) -> Tensor:
+    return torch.where(values.isinf(), values, values.clamp(-largest, largest))
+
+
+# Odd, with bits evenly mixed; `_dither`'s tests say whether they will do
+_MULTIPLIERS = (0x9E3779B1, 0xA3D9C6E5, 0xC2B2AE35)
+_SHIFTS = (15, 13, 16)
+
+
+def _signed(word: int) -> int:
+    return word - ((word & 0x80000000) << 1)
+
+
+def _key(name: str, seed: int) -> list[int]:
+    """Three words of a tensor's own. Not `hash`, which differs between processes."""
+    digest = blake2b(f"{seed}:{name}".encode(), digest_size=12).digest()
+    return [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4, 8)]
+
+
+def _dither(start: int, count: int, key: list[int], device: torch.device) -> Tensor:
+    """Independent, uniform 16-bit integers for the positions from `start`, which is even: `(count,)`, int16.
+
+    An integer hash of the position, whose 32 bits serve two positions. Multiplications wrap around on every device.
+    """
+    words = torch.arange(start // 2, (start + count + 1) // 2, dtype=torch.int32, device=device)
+    shifted = torch.empty_like(words)
+    for word, multiplier, shift in zip(key, _MULTIPLIERS, _SHIFTS, strict=True):
+        words.add_(word).mul_(_signed(multiplier))
+        torch.bitwise_right_shift(words, shift, out=shifted)
+        words.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))  # the shift drags the sign along
+    return words.view(torch.int16)[:count]
