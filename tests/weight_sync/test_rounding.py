@@ -68,7 +68,9 @@ def test_the_mean_is_the_value(source, dtype):
     positions, seeds = 1000, 200
     spread = values.repeat(positions, 1)
     below, above, share = neighbours(values.double().numpy(), dtype)
-    ups = sum((round_stochastically(spread, dtype, "w", seed).double().numpy() == above).sum(0) for seed in range(seeds))
+    ups = sum(
+        (round_stochastically(spread, dtype, "w", seed).double().numpy() == above).sum(0) for seed in range(seeds)
+    )
     n = positions * seeds
     error = (ups / n - share) / np.sqrt(share * (1 - share) / n).clip(1 / n)
     assert (below < above).all() and (abs(error) < 4.5).all(), error
@@ -80,7 +82,9 @@ def test_the_mean_over_seeds_of_a_tensor_of_weights():
     weights, seeds = torch.randn(5000) * 0.05, 2000
     mean = sum(round_stochastically(weights, torch.bfloat16, "w", seed).double() for seed in range(seeds)) / seeds
     below, above, share = neighbours(weights.double().numpy(), torch.bfloat16)
-    z = (mean.numpy() - weights.double().numpy()) / ((above - below) * np.sqrt(share * (1 - share) / seeds)).clip(1e-12)
+    z = (mean.numpy() - weights.double().numpy()) / ((above - below) * np.sqrt(share * (1 - share) / seeds)).clip(
+        1e-12
+    )
     assert 0.95 < z[share > 0.01].std() < 1.05 and abs(z.mean()) < 0.06 and abs(z).max() < 6
 
 
@@ -136,9 +140,9 @@ def test_positions_tensors_and_seeds_do_not_know_of_each_other():
 
 
 @pytest.mark.parametrize("dtype", COARSE)
-@pytest.mark.parametrize("size", [2, 6, 64, 1000, 1 << 20])
+@pytest.mark.parametrize("size", [6, 64, 1000, 1 << 20])
 def test_chunks_do_not_matter(size, dtype, monkeypatch):
-    weights = torch.randn(37, 113) * 0.05
+    weights = torch.randn(17, 53) * 0.05
     expected = round_stochastically(weights, dtype, "w")
     monkeypatch.setitem(rounding._CHUNK, "cpu", size)
     assert torch.equal(round_stochastically(weights, dtype, "w"), expected)
@@ -164,7 +168,9 @@ def test_another_process_gets_the_same_bits():
         "print(r(w, torch.bfloat16, 'a.weight', 7).view(torch.int16).tolist())"
     )
     env = os.environ | {"PYTHONHASHSEED": "5"}
-    output = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, env=env
+    ).stdout
     own = round_stochastically(torch.arange(1, 5001).float().log(), torch.bfloat16, "a.weight", 7)
     assert own.view(torch.int16).tolist() == json.loads(output)
 
