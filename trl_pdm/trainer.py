@@ -15,7 +15,7 @@ from ._hooks import TRLCompatibilityError, substituted
 from .checkpoint import last_complete_checkpoint
 from .config import PDMGRPOConfig
 from .metrics import MaskedColumn, TokenMetrics, realized_alignment
-from .token_records import TokenRecords
+from .report.records import TokenRecords
 from .topk_head import topk_head
 from .weight_sync.check import SyncCheck
 from .weight_sync.parameters import quiet_bitsandbytes

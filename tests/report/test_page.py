@@ -1,4 +1,4 @@
-"""Token records against full logits, and the report as its readers meet it: on the command line and in a browser."""
+"""The report as its readers meet it: on the command line and in a browser."""
 
 import base64
 import json
@@ -9,252 +9,24 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from html import escape
 from io import BytesIO
-from pathlib import Path
 
 import matplotlib.axes
 import pandas as pd
 import pytest
-import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from tests import tiny
-from tests.test_trainer import TEMPERATURE, B, make_batch, make_trainer, trainer_gradients
-from tests.test_trainer_run import run
-from trl_pdm import PDMGRPOConfig, report
-from trl_pdm.report import COLOURS, ReportError, record_files, write_report
-from trl_pdm.token_records import FOLDER, TokenRecords, token_texts
-
-
-SAMPLE, THRESHOLD = 2, 0.1
-# Two optimizer steps of two micro-batches a rollout, each rollout twice; logged every other step
-SCHEDULE = dict(
-    gradient_accumulation_steps=2, steps_per_generation=4, num_iterations=2, max_steps=8, learning_rate=2e-3,
-    lr_scheduler_type="constant", divergence_threshold=THRESHOLD,
-)  # fmt: skip
-
-
-# ---- Token records
-
-
-def expected_tokens(model, batch):
-    """Every token of a micro-batch's first completions from full logits, by autograd in float64."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    length = batch["completion_ids"].shape[1]
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, :-1][:, -length:].double()
-    tokenizer, rows = tiny.tokenizer(), []
-    for b, t in batch["completion_mask"][:SAMPLE].nonzero().tolist():
-        head = batch["behavior_topk_ids"][b, t]
-        mu = batch["behavior_topk_logps"][b, t][head >= 0].double().exp()
-        head = head[head >= 0].long()
-        z = (logits[b, t] / TEMPERATURE).requires_grad_()
-        pi = z.softmax(-1)
-        p, q = (torch.cat([part, 1 - part.sum()[None]]) for part in (mu, pi[head]))
-        divergence = (p * (p / q).log()).sum()
-        (gradient,) = torch.autograd.grad(divergence, z)
-        sampled, advantage = batch["completion_ids"][b, t], batch["advantages"][b].item()
-        change = (gradient[sampled] - (pi.detach() * gradient).sum()).item()
-        outside = divergence.item() > THRESHOLD
-        completion = batch["completion_ids"][b][batch["completion_mask"][b].bool()]
-        rows.append(
-            {
-                "completion": b,
-                "position": t,
-                "token_id": sampled.item(),
-                "trained_on": True,
-                "advantage": advantage,
-                "behavior_logprob": mu[0].log().item(),
-                "policy_logprob": pi[sampled].log().item(),
-                "divergence": divergence.item(),
-                "predicted_change": change,
-                "outside": outside,
-                "keep": not (outside and advantage * change > 0),
-                "text": tokenizer.convert_ids_to_tokens(sampled.item()),
-                "prompt": tokenizer.decode(batch["prompt_ids"][b][batch["prompt_mask"][b].bool()]) if t == 0 else None,
-                "reward": tiny.count_ones([tokenizer.decode(completion, skip_special_tokens=True)])[0],
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run with records, saved by a checkpoint, and what full logits say of its micro-batches."""
-    folder = tmp_path_factory.mktemp("report") / "a_run"
-    trainer = make_trainer(
-        folder, **SCHEDULE, log_token_assessments=SAMPLE, log_realized_alignment=True, logging_steps=2,
-        save_strategy="steps", save_steps=8,
-    )  # fmt: skip
-    last_of_step, compute_loss = {}, trainer.compute_loss
-
-    def watched(model, inputs, *args, **kwargs):
-        last_of_step[trainer.state.global_step + 1] = expected_tokens(model, inputs)
-        return compute_loss(model, inputs, *args, **kwargs)
-
-    trainer.compute_loss = watched
-    run(trainer)
-    return trainer, folder, last_of_step
-
-
-def test_records_are_what_full_logits_say(trained):
-    _, folder, expected = trained
-    files = record_files(folder)
-    assert list(files) == [2, 4, 6, 8]
-    tables = {step: pd.read_parquet(file) for step, file in files.items()}
-    for step, table in tables.items():
-        assert (table.pop("step") == step).all()
-        pd.testing.assert_frame_equal(
-            table, expected[step][table.columns], rtol=1e-3, atol=1e-6, check_dtype=False, check_column_type=False
-        )
-    tokens = pd.concat(tables)
-    assert 0 < (~tokens["keep"]).sum() < tokens["outside"].sum() < len(tokens), "all three states, or a test of little"
-    assert tokens["reward"].nunique() > 2
-    assert tables[8].attrs["divergence_threshold"] == THRESHOLD
-
-
-def test_recording_changes_nothing(trained, tmp_path):
-    trainer, *_ = trained
-    without = make_trainer(tmp_path, **SCHEDULE)
-    run(without)
-    for expected, actual in zip(without.model.parameters(), trainer.model.parameters(), strict=True):
-        assert torch.equal(actual, expected)
-    assert not (tmp_path / FOLDER).exists(), "records are opt-in"
-
-
-def recorded(trainer, batch):
-    trainer.state.global_step = 3
-    trainer_gradients(trainer, batch)
-    trainer.log({})
-    return pd.read_parquet(Path(trainer.args.output_dir) / FOLDER / "step_000003.parquet")
-
-
-def test_tokens_of_tools_and_without_logprob_are_told_apart(tmp_path):
-    trainer = make_trainer(tmp_path, log_token_assessments=B + 1, divergence_threshold=0.05)
-    batch, _ = make_batch(trainer.model)  # a tool's token in the first completion, the third
-    batch["behavior_topk_logps"][1, 0] = math.nan
-    table = recorded(trainer, batch).set_index(["completion", "position"])
-    assert table.index.tolist() == list(map(tuple, batch["completion_mask"].nonzero().tolist()))
-    assert table.index[~table["trained_on"]].tolist() == [(0, 2)]
-    assert table.index[table["behavior_logprob"].isna()].tolist() == [(1, 0)] and table.loc[(1, 0), "keep"]
-    page = write_page(tmp_path)
-    assert page.count('class="token untrained"') == 1 and page.count("sampled without a logprob") == 1
-    assert ">not trained on</li>" in re.sub(r"</span> ", ">", page)
-
-
-def test_evaluation_and_other_processes_record_nothing(tmp_path):
-    trainer = make_trainer(tmp_path, log_token_assessments=1)
-    batch, _ = make_batch(trainer.model)
-    trainer.model.eval()
-    trainer.compute_loss(trainer.model, batch)
-    trainer.log({})
-    trainer.model.train()
-    trainer.log({})
-    trainer._token_records = TokenRecords(trainer.args, writes=False)
-    trainer_gradients(trainer, batch)
-    trainer.log({})
-    assert not (tmp_path / FOLDER).exists()
-
-
-def test_a_crash_while_writing_leaves_no_record(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path, log_token_assessments=1)
-    batch, _ = make_batch(trainer.model)
-
-    def dies(self, path, **kwargs):
-        Path(path).write_bytes(b"PAR1 and no more")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pd.DataFrame, "to_parquet", dies)
-        with pytest.raises(KeyboardInterrupt):
-            recorded(trainer, batch)
-    assert list((tmp_path / FOLDER).iterdir()) and not record_files(tmp_path)
-    assert len(recorded(trainer, batch)) == batch["completion_mask"][0].sum()
-    assert list(record_files(tmp_path)) == [3]
-
-
-def as_pretrained(tokenizer):
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def byte_tokenizer():
-    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return as_pretrained(tokenizer)
-
-
-def word_tokenizer():
-    tokenizer = Tokenizer(models.WordLevel({"\u2581so": 0, "\u2581it": 1, "\u2581goes": 2}, unk_token="\u2581so"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    return as_pretrained(tokenizer)
-
-
-@pytest.mark.parametrize(
-    "tokenizer, text, expected",
-    [
-        (byte_tokenizer, "a \u00e9\u20ac!", ["a", " ", "", "\u00e9", "", "", "\u20ac", "!"]),
-        (byte_tokenizer, "\U0001f600", ["", "", "", "\U0001f600"]),
-        (word_tokenizer, "so it goes so", ["so", " it", " goes", " so"]),
-    ],
-)
-def test_token_texts_make_up_the_text(tokenizer, text, expected):
-    tokenizer = tokenizer()
-    assert token_texts(tokenizer, tokenizer.encode(text, add_special_tokens=False)) == expected
-
-
-def test_bytes_that_are_no_character_are_shown_soon():
-    tokenizer = byte_tokenizer()
-    ids = tokenizer.encode("\u20ac")[1:2] * 6 + tokenizer.encode("ab")
-    texts = token_texts(tokenizer, ids)
-    assert "".join(texts) == tokenizer.decode(ids) and "\ufffd" in "".join(texts[:4]) and texts[-1] == "b"
-
-
-def test_rewards_are_weighted_and_of_the_own_process():
-    records = TokenRecords(PDMGRPOConfig(use_cpu=True, log_token_assessments=1), writes=True)
-    batch = {"completion_ids": torch.zeros(3, 5, dtype=torch.long)}
-    of_all_processes = {"a": [1.0, math.nan, 3.0, 7.0, 7.0, 7.0], "b": [10.0, math.nan, math.nan, 7.0, 7.0, 7.0]}
-    records.tag("train", batch, of_all_processes, torch.tensor([1.0, 0.5]))
-    assert batch["reward"].tolist() == pytest.approx([6.0, math.nan, 3.0], nan_ok=True)
-
-
-def test_rewards_of_functions_that_trl_takes_for_one_are_left_out():
-    records = TokenRecords(PDMGRPOConfig(use_cpu=True, log_token_assessments=1), writes=True)
-    batch = {"completion_ids": torch.zeros(2, 5, dtype=torch.long)}
-    records.tag("train", batch, {"partial": [1.0, 2.0, 3.0, 4.0]}, torch.tensor([1.0, 1.0]))
-    assert "reward" not in batch
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, None])
-def test_the_field_refuses_what_is_no_number_of_completions(value):
-    with pytest.raises(ValueError, match="`log_token_assessments` must be a number of completions, or 0 for none"):
-        PDMGRPOConfig(use_cpu=True, log_token_assessments=value)
-
-
-# ---- The report
-
-
-def write_log(folder, log_history):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "metrics.json").write_text(json.dumps({"seed": 0, "log_history": log_history}))
-    return folder
-
-
-def write_page(folder, **kwargs):
-    """The page of a folder that has records, with the log of one step."""
-    return write_report(write_log(folder, [{"step": 3, "reward": 1.0}]), **kwargs).read_text()
+from tests.report.runs import write_log, write_page
+from trl_pdm.report import ReportError, write_report
+from trl_pdm.report.__main__ import main
+from trl_pdm.report.curves import COLOURS, FIGURES, load_run
+from trl_pdm.report.records import record_files
 
 
 @pytest.fixture(scope="module")
 def page(trained):
     _, folder, _ = trained
-    report.main([str(folder)])
+    main([str(folder)])
     return folder / "report.html"
 
 
@@ -293,7 +65,7 @@ def test_curves_show_what_was_logged(trained, tmp_path, monkeypatch):
         "Importance ratio truncated": [logged("importance_ratio/truncated", 100)],
         "Time": [logged("step_time")],
     }  # fmt: skip
-    assert {file.stem for file in (copy / "report").iterdir()} == set(report.FIGURES) - {"sync"}
+    assert {file.stem for file in (copy / "report").iterdir()} == set(FIGURES) - {"sync"}
 
 
 def test_no_figure_without_data(tmp_path):
@@ -315,7 +87,7 @@ def test_runs_are_overlaid_in_colours_of_their_own(page, tmp_path):
     folder = page.parent
     mine, other = tmp_path / "_mine", write_log(tmp_path / "b<b>$x_1^2", [{"step": s, "reward": s} for s in range(9)])
     shutil.copytree(folder, mine)
-    report.main([str(mine), "--compare", str(other), "--step", "4"])
+    main([str(mine), "--compare", str(other), "--step", "4"])
     text = (mine / "report.html").read_text()
     assert all(f"<th>{name}</th>" in text for name in ("_mine", "b&lt;b&gt;$x_1^2")) and "<b>$" not in text
     assert "Step 4, of steps 2, 4, 6, 8." in text and "Tokens of _mine" in text
@@ -331,9 +103,9 @@ def test_of_several_logs_the_one_that_goes_furthest_counts(tmp_path):
         state = json.dumps({"log_history": [{"step": step, "reward": 0.5} for step in range(1, steps + 1)]})
         (tmp_path / name / "trainer_state.json").write_text(state[:99] if steps == 30 else state)  # cut short
     (tmp_path / "trainer_state.json").write_text("[]")
-    assert report.load_run(tmp_path, "run").last_step == 4
+    assert load_run(tmp_path, "run").last_step == 4
     write_log(tmp_path, [{"step": 5, "reward": 1.0}])
-    assert report.load_run(tmp_path, "run").last_step == 5
+    assert load_run(tmp_path, "run").last_step == 5
 
 
 LOG = [{"step": 1, "reward": 0.0}]
@@ -512,4 +284,4 @@ def test_hostile_text_is_text(browser, trained, tmp_path):
     ]
     prompt = browser.find_element("class name", "prompt").get_attribute("textContent")
     assert prompt == (HOSTILE[0] + HOSTILE[2]).replace("\n", "\u21b5\n")
-    assert escape(HOSTILE[0]) in (folder / "report.html").read_text()
+    assert "&lt;script&gt;" in (folder / "report.html").read_text()

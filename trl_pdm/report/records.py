@@ -1,18 +1,20 @@
-"""What the trust region said about each token of a few completions, on disk: what `trl_pdm.report` shows a reader."""
+"""What the trust region said about each token of a few completions, on disk: what the report shows a reader."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from .trust_region import Evidence, TokenAssessment
+from ..trust_region import Evidence, TokenAssessment
 
 
 if TYPE_CHECKING:
-    from .config import PDMGRPOConfig
+    from ..config import PDMGRPOConfig
 
 
 FOLDER = "token_assessments"
@@ -120,3 +122,9 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
             texts.append(now[len(before) :])
             start, done = done, end
     return texts
+
+
+def record_files(run_dir: Path) -> dict[int, Path]:
+    """The files of a run's records, by step."""
+    files = {file: re.fullmatch(r"step_(\d+)\.parquet", file.name) for file in (run_dir / FOLDER).glob("*")}
+    return dict(sorted((int(name[1]), file) for file, name in files.items() if name))

@@ -1,0 +1,79 @@
+"""The page: a table, the curves and the tokens, laid out by `page.html.j2` and `page.css`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .curves import MAX_RUNS, THEMES, ReportError, Run, draw_all, load_run
+from .tokens import read_completions
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+# Heading: what is read, how it is printed, and which of its values
+COLUMNS: dict[str, tuple[str, str, Callable[[list[float]], float]]] = {
+    "reward, first": ("reward", "{:.3g}", lambda values: values[0]),
+    "reward, last": ("reward", "{:.3g}", lambda values: values[-1]),
+    "outside, mean": ("trust_region/outside", "{:.2%}", _mean),
+    "masked, mean": ("trust_region/masked", "{:.2%}", _mean),
+    "largest divergence": ("trust_region/divergence_max", "{:.3g}", max),
+}
+
+
+def write_report(run_dir: str | Path, compare: Sequence[str | Path] = (), step: int | None = None) -> Path:
+    """
+    Write the report of a run, with the curves of other runs beside its own.
+
+    Args:
+        run_dir (`str` or `Path`): the run's `output_dir`.
+        compare (`Sequence`): those of the other runs.
+        step (`int`, *optional*): whose token records to show, by default the last that there are.
+
+    Returns:
+        `Path`: the page.
+
+    Raises:
+        ReportError: There is nothing to read or to draw with, or there are more runs than colours.
+    """
+    paths = [Path(run_dir), *map(Path, compare)]
+    if len(paths) > MAX_RUNS:
+        raise ReportError(f"{len(paths)} runs are more than can be told apart. Draw at most {MAX_RUNS}.")
+    names = [path.resolve().name for path in paths]
+    runs = [
+        load_run(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)
+    ]
+    recorded = read_completions(runs[0], step)
+    page = _render(
+        runs=runs,
+        columns=list(COLUMNS),
+        rows=[_row(run) for run in runs],
+        recorded=recorded,
+        figures=draw_all(runs, runs[0].path / "report"),
+        themes=THEMES,
+    )
+    path = runs[0].path / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _render(**parts) -> str:
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        raise ReportError(f"The page is made with Jinja2: pip install 'trl-pdm[report]' ({error}).") from error
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template("page.html.j2").render(**parts)
+
+
+def _row(run: Run) -> list[str]:
+    """How far a run went, and what came of it. A dash for what was not logged."""
+    found = [(run.series(metric)[1], form, reduce) for metric, form, reduce in COLUMNS.values()]
+    return [
+        run.name,
+        str(run.last_step),
+        *(form.format(reduce(values)) if values else "\u2013" for values, form, reduce in found),
+    ]

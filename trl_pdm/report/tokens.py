@@ -1,0 +1,129 @@
+"""The completions that a run recorded, with what the trust region said of each of their tokens."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from .curves import UNITS, ReportError, Run
+from .records import record_files
+
+
+MAX_STEPS_LISTED = 12
+TOKEN_STATES = {
+    "inside": "inside the trust region",
+    "outside": "outside, and the update does not lead further out: kept",
+    "masked": "outside, and the update leads further out: held back",
+    "untrained": "not trained on",
+}
+LABELS = {"outside": "outside, kept", "untrained": "not trained on"}
+VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {10: "\u21b5\n", 127: "\u2421"}
+
+
+@dataclass
+class Token:
+    """A token as text that shows what cannot be seen, and what is to be said of it."""
+
+    state: str  # one of TOKEN_STATES
+    text: str
+    end: str  # a newline, behind the token: within it, it would colour the start of the next line
+    facts: list[str]
+
+    @property
+    def label(self) -> str:
+        return LABELS.get(self.state, self.state)
+
+
+@dataclass
+class Completion:
+    """A completion's prompt and tokens."""
+
+    facts: list[str]
+    prompt: str
+    tokens: list[Token]
+
+
+@dataclass
+class Recorded:
+    """The completions of one step. There are none where nothing was recorded."""
+
+    about: str
+    states: dict[str, str]  # those that occur, with their meaning
+    completions: list[Completion]
+
+
+def read_completions(run: Run, step: int | None) -> Recorded | None:
+    """
+    The completions recorded at a step, by default at the last one, and `None` where the run recorded none.
+
+    Raises:
+        ReportError: Nothing was recorded at that step.
+    """
+    files = record_files(run.path)
+    if step is not None and step not in files:
+        there = f"There are those of {_listed(files)}." if files else "Train with `log_token_assessments`."
+        raise ReportError(f"{run.path} has no token records of step {step}. {there}")
+    if not files:
+        return None
+    step = max(files) if step is None else step
+    table = pd.read_parquet(files[step])
+    settings = table.attrs
+    about = f"Step {step}, of {_listed(files)}."
+    if settings.get("proximity") == "divergence":
+        high = settings["divergence_threshold_high"]
+        about += f" {UNITS[settings['divergence']]}: outside above {settings['divergence_threshold']:g}"
+        about += "." if high is None else f", with a positive advantage above {high:g}."
+    if "direction" in settings:
+        direction = {"predictive": "predicted change", "ratio": "ratio"}[settings["direction"]]
+        about += f" The {direction} tells where an update leads."
+    states = {name: of for name, of in TOKEN_STATES.items() if name != "untrained" or not table["trained_on"].all()}
+    return Recorded(about, states, [_completion(tokens) for _, tokens in table.groupby("completion")])
+
+
+def _completion(table: pd.DataFrame) -> Completion:
+    rows = list(table.itertuples())
+    tokens = [_token(row) for row in rows]
+    states = [token.state for token in tokens]
+    facts = [f"{len(rows)} tokens, {states.count('outside')} outside and kept, {states.count('masked')} masked"]
+    advantages = table.loc[table["trained_on"], "advantage"]
+    if len(advantages):
+        low, high = advantages.min(), advantages.max()
+        facts.insert(0, f"advantage {low:+.3g}" + (f" to {high:+.3g}" if high > low else ""))
+    if "reward" in table and math.isfinite(rows[0].reward):
+        facts.insert(0, f"reward {rows[0].reward:.3g}")
+    return Completion(facts, _visible(rows[0].prompt or ""), tokens)
+
+
+def _token(row) -> Token:
+    state = "masked" if not row.keep else "outside" if row.outside else "inside"
+    state = state if row.trained_on else "untrained"
+    facts = [f"token {row.position}"]
+    if state != "untrained" and math.isfinite(row.behavior_logprob):
+        move = row.advantage * row.predicted_change
+        ratio = math.exp(min(row.policy_logprob - row.behavior_logprob, 700))
+        facts += [
+            f"divergence {row.divergence:.3g}",
+            f"predicted change {row.predicted_change:+.2g}",
+            f"update leads {'outwards' if move > 0 else 'inwards' if move < 0 else 'nowhere'}",
+            f"ratio {ratio:.3g}",
+            f"probability {math.exp(row.behavior_logprob):.3g} when sampled, {math.exp(row.policy_logprob):.3g} now",
+        ]
+    elif state != "untrained":
+        facts.append("sampled without a logprob")
+    if state != "untrained":
+        facts.append(f"advantage {row.advantage:+.3g}")
+    text = _visible(row.text) or "\u25af"
+    end = "\n" if text.endswith("\n") else ""
+    return Token(state, text.removesuffix(end), end, facts)
+
+
+def _visible(text: str) -> str:
+    return text.translate(VISIBLE)
+
+
+def _listed(files: Iterable[int]) -> str:
+    steps = list(files)
+    if len(steps) > MAX_STEPS_LISTED:
+        return f"{len(steps)} recorded steps from {steps[0]} to {steps[-1]}"
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(map(str, steps))
