@@ -16,8 +16,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback, TrainerState
 from trl.generation import vllm_generation
 
-from tests import tiny
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from tests.helpers import tiny
+from tests.helpers.trainers import TWO_STEPS, make_trainer
 from trl_pdm.weight_sync import adapter_files, strategies
 
 
@@ -124,28 +124,20 @@ def train(folder, fault=None, resume=None, use_vllm=False):
 
     options = dict(use_vllm=True, vllm_gpu_memory_utilization=0.3, vllm_max_model_length=64) if use_vllm else {}
     vllm_generation.LLM = partial(getattr(vllm_generation, "LLM", None) or dict, enforce_eager=True)
-    trainer = PDMGRPOTrainer(
-        tiny.save(Path(folder, "model")),
+    trainer = make_trainer(
+        folder,
         reward_funcs=reward,
-        args=PDMGRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=4,
-            num_generations=2,
-            max_completion_length=6,
-            steps_per_generation=2,
-            gradient_accumulation_steps=1,
-            max_steps=STEPS,
-            learning_rate=1e-2,
-            warmup_steps=3,
-            divergence_threshold=0.01,
-            divergence_top_k=6,
-            save_steps=2,
-            **tiny.ON_CPU | {"save_strategy": "steps"},
-            **options,
-        ),
-        train_dataset=tiny.prompts(),
-        processing_class=tiny.tokenizer(),
+        temperature=1.0,
+        max_completion_length=6,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        warmup_steps=3,
+        divergence_threshold=0.01,
+        save_strategy="steps",
+        save_steps=2,
         peft_config=LoraConfig(r=4, target_modules="all-linear") if use_vllm else None,
+        **TWO_STEPS,
+        **options,
     )
     Path(folder, "at start.json").write_text(json.dumps(in_shared_memory()))
     if fault:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from . import tiny
+from .helpers import tiny
 
 
 ROOT = Path(__file__).parents[1]

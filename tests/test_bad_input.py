@@ -16,25 +16,25 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
-from tests import tiny
-from tests.test_rollout import ENGINE, GIVEN, change_output, generate, reference_logps
-from tests.test_rollout import make_trainer as make_rollout_trainer
-from tests.test_trainer import (
-    CLIPPED,
+from tests.helpers import tiny
+from tests.helpers.references import (
     B,
     assert_same,
-    full_logps,
     gradients,
     make_batch,
-    make_trainer,
     reference_keep,
+    reference_logps,
     reference_loss,
-    trainer_gradients,
+    sampled_logps,
 )
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from tests.helpers.trainers import TWO_STEPS, make_trainer, trainer_gradients
+from tests.test_rollout import ENGINE, GIVEN, change_output, generate
+from tests.test_rollout import make_trainer as make_rollout_trainer
+from tests.test_trainer import CLIPPED
+from trl_pdm import PDMGRPOTrainer
 from trl_pdm.rollout import collate, with_candidates
 
 
@@ -44,34 +44,20 @@ V = len(tiny.tokenizer())
 # ---- Against stock: no token is masked and no ratio clipped, so the two must agree to rounding
 
 
-def build(tmp_path, cls, model=None, reward=tiny.count_ones, dataset=None, tokenizer=None, rollout_func=None, **args):
-    defaults = dict(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        num_generations=2,
+def build(tmp_path, cls, model=None, **options):
+    schedule = dict(
         max_completion_length=5,
-        steps_per_generation=2,
-        gradient_accumulation_steps=1,
+        temperature=1.0,
         max_steps=2,
         learning_rate=0.1,
         lr_scheduler_type="constant",
         optim="sgd",
         loss_type="bnpo",
-        **tiny.ON_CPU,
+        **TWO_STEPS,
     )
-    if cls is PDMGRPOTrainer:
-        config = PDMGRPOConfig
-        defaults |= dict(divergence_threshold=1e9, importance_ratio_max=None, divergence_top_k=6)
-    else:
-        config, defaults = GRPOConfig, defaults | dict(epsilon=1e9, vllm_importance_sampling_correction=False)
-    return cls(
-        copy.deepcopy(model) if model is not None else tiny.model(V),
-        reward_funcs=reward,
-        args=config(**defaults | args),
-        train_dataset=dataset or tiny.prompts(),
-        processing_class=tokenizer or tiny.tokenizer(),
-        rollout_func=rollout_func,
-    )
+    kept = dict(divergence_threshold=1e9, importance_ratio_max=None) if cls is PDMGRPOTrainer else dict(epsilon=1e9)
+    model = copy.deepcopy(model) if model is not None else tiny.model(V)
+    return make_trainer(tmp_path, cls, model=model, **schedule | kept | options)
 
 
 def flat(model):
@@ -131,7 +117,7 @@ def same_for_all(reward):
     ids=["raises", "too-few"],
 )
 def test_reward_functions_that_fail(tmp_path, reward, error, message):
-    assert_fails_as_stock(tmp_path, error, message, reward=reward)
+    assert_fails_as_stock(tmp_path, error, message, reward_funcs=reward)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +132,7 @@ def test_reward_functions_that_fail(tmp_path, reward, error, message):
 )
 def test_rewards_that_are_no_numbers_or_all_equal(tmp_path, reward, moves):
     """TRL gives such a completion, or its group, an advantage of 0: without any other the weights stay where they are."""
-    assert_trains_as_stock(tmp_path, moves, reward=reward)
+    assert_trains_as_stock(tmp_path, moves, reward_funcs=reward)
 
 
 class Completions:
@@ -174,12 +160,12 @@ def test_completions_of_one_end_of_sequence(tmp_path, completions):
     def reward(completion_ids, **kwargs):
         return [float(len(ids) + n % 3) for n, ids in enumerate(completion_ids)]
 
-    assert_trains_as_stock(tmp_path, rollout_func=Completions(*completions), reward=reward)
+    assert_trains_as_stock(tmp_path, rollout_func=Completions(*completions), reward_funcs=reward)
 
 
 def test_a_prompt_beyond_the_models_context_is_extrapolated(tmp_path):
     prompts = Dataset.from_dict({"prompt": ["1+2=" * 70] * 8})  # 280 of 256 positions
-    assert_trains_as_stock(tmp_path, dataset=prompts)
+    assert_trains_as_stock(tmp_path, train_dataset=prompts)
 
 
 def resized(size):
@@ -196,7 +182,7 @@ def test_a_vocabulary_larger_than_the_tokenizers(tmp_path, model):
 def test_a_tokenizer_without_a_pad_token(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = None
-    assert_trains_as_stock(tmp_path, tokenizer=tokenizer)
+    assert_trains_as_stock(tmp_path, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +234,7 @@ def test_tokens_that_are_all_outside_and_come_back_are_all_kept(tmp_path):
     batch, mu = make_batch(trainer.model)
     batch["advantages"] = -outward_advantages(trainer, batch, mu)
     _, actual = trainer_gradients(trainer, batch)
-    logps = full_logps(trainer.model, batch).gather(-1, batch["completion_ids"][..., None])[..., 0]
+    logps = sampled_logps(trainer.model, batch)
     weight = (logps.detach() - batch["behavior_topk_logps"][..., 0]).exp().clamp(max=20) * batch["advantages"]
     mask = batch["completion_mask"] * batch["tool_mask"]
     expected = (-(weight * logps * mask).sum(1) / mask.sum(1)).mean() / 2

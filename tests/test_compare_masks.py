@@ -14,7 +14,7 @@ from PIL import Image
 
 from trl_pdm import trust_region
 
-from . import tiny
+from .helpers import tiny
 
 
 ROOT = Path(__file__).parents[1]

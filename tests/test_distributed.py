@@ -1,67 +1,26 @@
 """Two real processes (gloo): the same global batch trains the same as one process, however the model is wrapped."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
 
-from tests import tiny
-from tests.test_trainer import TEMPERATURE, B, K, T, full_logps, make_batch
-from tests.test_trainer_run import run
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from tests.helpers import tiny
+from tests.helpers.processes import free_port, in_two_processes  # noqa: F401
+from tests.helpers.references import TEMPERATURE, B, K, T, full_logps, make_batch, reference_logps
+from tests.helpers.trainers import make_trainer, run
 
 
 pytestmark = pytest.mark.slow
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def in_two_processes(work, *args) -> None:
-    """Call `work(rank, *args)` in two processes of a gloo group, as `torchrun` starts them."""
-    port = str(free_port())
-    torch.multiprocessing.spawn(_one_of_two, args=(work, port, args), nprocs=2)
-
-
-def _one_of_two(rank, work, port, args):
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    os.environ |= dict(ACCELERATE_USE_CPU="1", OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-    torch.set_num_threads(1)
-    try:
-        work(rank, *args)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
-def build(folder, peft_config=None, rollout_func=None, **args):
-    """A trainer of the model that is saved in `folder`."""
-    defaults = dict(
-        output_dir=str(folder / "out"),
-        num_generations=2,
-        gradient_accumulation_steps=1,
-        temperature=TEMPERATURE,
-        divergence_top_k=K,
-        lr_scheduler_type="constant",
-        **tiny.ON_CPU,
-    )
-    return PDMGRPOTrainer(
-        str(folder / "model"),
-        reward_funcs=tiny.count_ones,
-        args=PDMGRPOConfig(**defaults | args),
-        train_dataset=Dataset.from_dict({"prompt": [f"{n}+{n + 1}=" for n in range(10, 74)]}),
-        processing_class=tiny.tokenizer(),
-        peft_config=peft_config,
-        rollout_func=rollout_func,
-    )
+def build(folder, **options):
+    """A trainer of the model that is saved in `folder`, which both processes read."""
+    schedule = dict(gradient_accumulation_steps=1, lr_scheduler_type="constant")
+    return make_trainer(folder / "out", model=str(folder / "model"), **schedule | options)
 
 
 # ---- One batch, the model wrapped
@@ -215,9 +174,7 @@ def rollout(prompts, trainer):
         seed = 31 * sum(prompt_ids) + copy
         generator = torch.Generator().manual_seed(seed)
         completion_ids = torch.randint(2, 41, (2 + seed % 5,), generator=generator).tolist()
-        with torch.no_grad():
-            logits = policy(torch.tensor([prompt_ids + completion_ids])).logits[0, len(prompt_ids) - 1 : -1]
-        logps = (logits / TEMPERATURE).log_softmax(-1)
+        logps = reference_logps(policy, prompt_ids, completion_ids, TEMPERATURE)
         top = logps.topk(K)
         own = logps.gather(-1, torch.tensor(completion_ids)[:, None])[:, 0]
         values = (prompt_ids, completion_ids, own.tolist())

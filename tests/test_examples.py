@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import tiny
+from tests.helpers import tiny
 
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,6 @@ Each run is a process of its own, forked from one that has imported everything.
 import json
 import multiprocessing
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 
 from tests import fault_run
 from tests.fault_run import COMPLETE, INCOMPLETE
+from tests.helpers.processes import free_port
 
 
 pytestmark = pytest.mark.slow
@@ -125,9 +125,7 @@ def test_interrupted_from_the_keyboard(start, tmp_path, uninterrupted):
 @pytest.mark.vllm
 def test_killed_in_a_weight_sync_and_interrupted_in_the_next_run(start, tmp_path, monkeypatch):
     """With vLLM and an adapter in shared memory: the next start removes what a killed run left there."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     before = set(fault_run.in_shared_memory())
     assert start("sync", use_vllm=True) == (-9, None)
     (left,) = set(fault_run.in_shared_memory()) - before

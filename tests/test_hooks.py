@@ -19,9 +19,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 
-from tests import tiny
-from tests.test_trainer import K, T, assert_same, full_logps, make_batch, make_trainer, trainer_gradients
-from tests.test_trainer_run import run
+from tests.helpers import tiny
+from tests.helpers.references import K, T, assert_same, full_logps, make_batch
+from tests.helpers.trainers import TWO_STEPS, make_trainer, run, trainer_gradients
 from trl_pdm import PDMGRPOTrainer
 from trl_pdm import trainer as trainer_module
 from trl_pdm._hooks import SUPPORTED_TRL, TRLCompatibilityError, substituted
@@ -202,11 +202,10 @@ def trained(tmp_path_factory):
             tmp_path_factory.mktemp("hooks"),
             use_vllm=True,
             beta=0.1,
-            gradient_accumulation_steps=1,
-            steps_per_generation=2,
             max_steps=3,
             learning_rate=1e-2,
             sync_check_steps=1,
+            **TWO_STEPS,
         )
         logs = run(trainer)
     return SimpleNamespace(trainer=trainer, batches=batches, logs=logs)

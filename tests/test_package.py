@@ -16,8 +16,7 @@ from huggingface_hub import ModelCard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trl_pdm
-from tests.test_trainer import make_trainer
-from tests.test_trainer_run import run
+from tests.helpers.trainers import make_trainer, run
 
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +60,7 @@ def test_source_distribution_can_run_its_tests(built):
         names = {entry.name.partition("/")[2] for entry in opened if entry.isfile()}
     generated = {name for name in names - files if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
     assert names - generated == files
-    assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/tiny.py"} <= names
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "tests/helpers/tiny.py"} <= names
 
 
 @pytest.mark.slow

@@ -4,14 +4,23 @@ import math
 
 import pytest
 import torch
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from tests import tiny
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from tests.helpers.references import (
+    TEMPERATURE,  # noqa: F401
+    B,
+    T,
+    assert_same,
+    full_logps,
+    gradients,
+    make_batch,
+    reference_keep,
+    reference_loss,
+    sampled_logps,
+)
+from tests.helpers.trainers import make_trainer, trainer_gradients
 
 
-B, P, T, K = 4, 5, 7, 6
-TEMPERATURE = 0.8
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]
 SHAPED = [
     {"loss_type": "cispo", "epsilon_high": 1.1},
@@ -24,153 +33,6 @@ SHAPED = [
     {"loss_type": "grpo", "delta": 1.5},
     {"loss_type": "bnpo", "delta": 1.2},
 ]
-
-
-def make_trainer(
-    tmp_path,
-    cls=PDMGRPOTrainer,
-    moe=False,
-    model_seed=0,
-    peft_config=None,
-    eval_dataset=None,
-    tie_word_embeddings=False,
-    **args,
-):
-    config = PDMGRPOConfig if cls is PDMGRPOTrainer else GRPOConfig
-    if cls is GRPOTrainer:
-        args.setdefault("vllm_importance_sampling_correction", False)
-    else:
-        args.setdefault("divergence_top_k", K)
-    tokenizer = tiny.tokenizer()
-    defaults = dict(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=B,
-        num_generations=2,
-        max_completion_length=T,
-        temperature=TEMPERATURE,
-        gradient_accumulation_steps=2,
-        **tiny.ON_CPU,
-    )
-    path = tiny.save(tmp_path / "model", moe=moe, seed=model_seed, tie_word_embeddings=tie_word_embeddings)
-    return cls(
-        path,
-        reward_funcs=tiny.count_ones,
-        args=config(**defaults | args),
-        train_dataset=tiny.prompts(),
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
-
-
-def full_logps(model, batch):
-    """Log-probabilities of the whole vocabulary at every completion position, from plain logits."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1][:, -T:].float()
-    return (logits / TEMPERATURE).log_softmax(-1)
-
-
-def make_batch(model, seed=0, drift=0.6):
-    """Random completions whose behaviour policy is a perturbation of the model, with its top K beside them."""
-    generator = torch.Generator().manual_seed(seed)
-    vocab = model.config.vocab_size
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    lengths = torch.tensor([7, 4, 6, 1])
-    batch = {
-        "prompt_ids": torch.randint(2, vocab, (B, P), generator=generator),
-        "prompt_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5, [0, 1, 1, 1, 1], [1] * 5]),
-        "completion_mask": (torch.arange(T) < lengths[:, None]).long(),
-        "advantages": torch.tensor([1.3, -0.8, -1.1, 0.6]),
-        "num_items_in_batch": torch.tensor(50),
-        "tool_mask": torch.ones(B, T, dtype=torch.long),
-    }
-    batch["tool_mask"][0, 2] = 0
-    batch["completion_ids"] = torch.zeros(B, T, dtype=torch.long)
-    with torch.no_grad():  # sample token by token from the perturbed policy
-        noise = draw(B, T, vocab) * drift
-        for t in range(T):
-            mu = (full_logps(model, batch)[:, t] + noise[:, t]).log_softmax(-1)
-            batch["completion_ids"][:, t] = torch.multinomial(mu.exp(), 1, generator=generator)[:, 0]
-        mu = (full_logps(model, batch) + noise).log_softmax(-1)
-    sampled = batch["completion_ids"]
-    top = mu.topk(K).indices
-    repeats = top == sampled[..., None]
-    ids = torch.cat([sampled[..., None], top.masked_fill(repeats, -1)], -1)
-    batch["behavior_topk_ids"] = ids.int()
-    batch["behavior_topk_logps"] = mu.gather(-1, ids.clamp(min=0))
-    batch["sampling_per_token_logps"] = batch["behavior_topk_logps"][..., 0].clone()
-    return batch, mu
-
-
-def divergence_between(p, q, name):
-    if name == "tv":
-        return (p - q).abs().sum() / 2
-    return (p * (p / q).log()).sum() if name == "kl" else (q * (q / p).log()).sum()
-
-
-def reference_keep(model, batch, mu, *, divergence="kl", direction="predictive", threshold):
-    """The mask, token by token: autograd on the divergence over {top K, sampled, rest} of full logits, in float64."""
-    with torch.no_grad():
-        log_pi = full_logps(model, batch).double()
-    keep = torch.ones(B, T, dtype=torch.bool)
-    for b in range(B):
-        for t in range(T):
-            advantage = batch["advantages"][b].item()
-            sampled = batch["completion_ids"][b, t]
-            head = sorted({i.item() for i in batch["behavior_topk_ids"][b, t] if i >= 0})
-            z = log_pi[b, t].clone().requires_grad_()
-            pi, m = z.softmax(-1), mu[b, t].double().exp()
-            value = divergence_between(*(torch.cat([p[head], 1 - p[head].sum()[None]]) for p in (m, pi)), divergence)
-            (gradient,) = torch.autograd.grad(value, z)
-            step = -pi.detach()
-            step[sampled] += 1
-            change = {
-                "predictive": (gradient * step).sum(),
-                "ratio": pi[sampled].detach() - m[sampled],
-            }[direction]
-            keep[b, t] = not (value.item() > threshold and advantage * change.item() > 0)
-    return keep
-
-
-def reference_loss(model, batch, keep, loss_type, ratio_max, accumulation, steps_per_generation):
-    """M * min(r, C) * A * log pi with the weight detached, normalised as each loss type's paper has it."""
-    logps = full_logps(model, batch).gather(-1, batch["completion_ids"][..., None])[..., 0]
-    ratio = (logps - batch["behavior_topk_logps"][..., 0]).exp().detach()
-    weight = keep * ratio.clamp(max=ratio_max or math.inf) * batch["advantages"][:, None]
-    mask = batch["completion_mask"] * batch["tool_mask"]
-    per_token = -weight * logps * mask
-    if loss_type == "grpo":
-        return (per_token.sum(1) / mask.sum(1)).mean() / accumulation
-    if loss_type == "bnpo":
-        return per_token.sum() / mask.sum() / accumulation
-    if loss_type == "dr_grpo":
-        return per_token.sum() / (B * T) / accumulation
-    items_per_window = batch["num_items_in_batch"] * accumulation / steps_per_generation
-    return per_token.sum() / items_per_window  # dapo
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None]).double()
-
-
-def trainer_gradients(trainer, batch, pdm=True):
-    """Gradients of the trainer's own loss on `batch`; of stock, against the same behaviour policy."""
-    batch = dict(batch)
-    if not pdm:
-        batch["old_per_token_logps"] = batch["behavior_topk_logps"][..., 0]
-        batch = {name: value for name, value in batch.items() if not name.startswith("behavior_")}
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    loss = trainer.compute_loss(trainer.model, batch)
-    return loss.detach(), gradients(trainer.model, loss)
-
-
-def assert_same(actual, expected, relative):
-    assert (actual - expected).norm() <= relative * expected.norm(), (actual - expected).norm() / expected.norm()
-    assert expected.norm() > 0
 
 
 @pytest.mark.parametrize(
@@ -201,10 +63,9 @@ def test_loss_and_gradients_equal_full_logits(tmp_path, loss_type, direction, di
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 6, 12])
-def test_any_top_k(tmp_path, top_k, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.K", top_k)
+def test_any_top_k(tmp_path, top_k):
     trainer = make_trainer(tmp_path, divergence_top_k=top_k, divergence_threshold=0.05, loss_type="grpo")
-    batch, mu = make_batch(trainer.model)
+    batch, mu = make_batch(trainer.model, top_k=top_k)
     keep = reference_keep(trainer.model, batch, mu, threshold=0.05)
     _, actual = trainer_gradients(trainer, batch)
     assert_same(actual, gradients(trainer.model, reference_loss(trainer.model, batch, keep, "grpo", 20, 2, 2)), 1e-5)
@@ -275,7 +136,7 @@ OPTIONS = {
 def test_grpo_options_act_as_in_stock(tmp_path, option):
     options = OPTIONS[option]
     moe = option == "moe_auxiliary_loss"
-    common = dict(loss_type="dapo", moe=moe)
+    common = dict(loss_type="dapo", model=dict(moe=moe))
     ours = make_trainer(tmp_path / "a", divergence_threshold=1e6, importance_ratio_max=None, **common, **options)
     stock = make_trainer(tmp_path / "b", GRPOTrainer, epsilon=1e6, **common, **options)
     plain = make_trainer(
@@ -300,7 +161,7 @@ def test_unscored_tokens_are_kept_with_ratio_one(tmp_path):
     batch["behavior_topk_logps"][..., 0][unscored] = math.nan
     keep = reference_keep(trainer.model, batch, mu, threshold=1e-9) | unscored
     with torch.no_grad():
-        own = full_logps(trainer.model, batch).gather(-1, batch["completion_ids"][..., None])[..., 0]
+        own = sampled_logps(trainer.model, batch)
     known = {**batch, "behavior_topk_logps": batch["behavior_topk_logps"].clone()}
     known["behavior_topk_logps"][..., 0][unscored] = own[unscored]
     expected = gradients(trainer.model, reference_loss(trainer.model, known, keep, "grpo", 20, 2, 2))

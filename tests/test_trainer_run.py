@@ -4,29 +4,12 @@ import copy
 
 import pytest
 import torch
-from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests import tiny
-from tests.test_trainer import make_trainer
+from tests.helpers import tiny
+from tests.helpers.references import sampled_logps
+from tests.helpers.trainers import TWO_STEPS, Recorder, make_trainer, run, weights  # noqa: F401
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
-
-
-class Recorder(TrainerCallback):
-    """What was logged and the batches that were trained on."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append(dict(logs))
-
-
-def run(trainer, **kwargs):
-    recorder = Recorder()
-    trainer.add_callback(recorder)
-    trainer.train(**kwargs)
-    return recorder.logs
 
 
 def test_three_steps_under_a_huge_threshold_are_plain_importance_weighting(tmp_path):
@@ -48,13 +31,6 @@ def test_three_steps_under_a_huge_threshold_are_plain_importance_weighting(tmp_p
     behavior = copy.deepcopy(model)
     logs = run(trainer)
     assert max(log.get("importance_ratio/max", 0) for log in logs) > 1.05, "the policy must move between the steps"
-
-    def sampled_logps(policy, batch):
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        length = batch["completion_ids"].shape[1]
-        logits = policy(input_ids=ids, attention_mask=mask).logits[:, :-1][:, -length:] / trainer.temperature
-        return logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
 
     assert len(trainer._buffered_inputs) == 3
     for batch in trainer._buffered_inputs:
@@ -112,16 +88,12 @@ def test_the_behaviour_policy_is_scored_only_when_it_can_differ(tmp_path, schedu
 
 def test_reference_model_is_scored_as_in_stock(tmp_path):
     """With a reference and several steps, TRL scores policy and reference: skipping the first must not hit the second."""
-    trainer = make_trainer(tmp_path, beta=0.1, gradient_accumulation_steps=1, steps_per_generation=2, max_steps=2)
+    trainer = make_trainer(tmp_path, beta=0.1, max_steps=2, **TWO_STEPS)
     reference = copy.deepcopy(trainer.ref_model)
     run(trainer)
     batch = trainer._buffered_inputs[0]
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    length = batch["completion_ids"].shape[1]
     with torch.no_grad():
-        logits = reference(input_ids=ids, attention_mask=mask).logits[:, :-1][:, -length:] / trainer.temperature
-    expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+        expected = sampled_logps(reference, batch)
     kept = batch["completion_mask"].bool()
     torch.testing.assert_close(batch["ref_per_token_logps"][kept], expected[kept], rtol=1e-4, atol=1e-5)
 
@@ -133,11 +105,10 @@ def test_peft_reference_and_training(tmp_path):
         tmp_path,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
         beta=0.1,
-        gradient_accumulation_steps=1,
-        steps_per_generation=2,
         max_steps=4,
         learning_rate=5e-2,
         gradient_checkpointing=True,
+        **TWO_STEPS,
     )
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
     logs = run(trainer)
@@ -150,13 +121,12 @@ def test_peft_reference_and_training(tmp_path):
 def test_evaluation_logs_the_trust_region(tmp_path):
     trainer = make_trainer(
         tmp_path,
-        gradient_accumulation_steps=1,
-        steps_per_generation=2,
         max_steps=2,
         per_device_eval_batch_size=4,
         eval_strategy="steps",
         eval_steps=1,
         eval_dataset=tiny.prompts(8),
+        **TWO_STEPS,
     )
     logs = run(trainer)
     evaluations = [log for log in logs if "eval_reward" in log]
@@ -168,26 +138,25 @@ def test_evaluation_logs_the_trust_region(tmp_path):
 
 def test_masking_changes_training(tmp_path):
     schedule = dict(gradient_accumulation_steps=1, steps_per_generation=4, max_steps=4, learning_rate=3e-2)
-    weights, masked = [], []
+    trained, masked = [], []
     for threshold in (1e-4, 1e9):
         trainer = make_trainer(tmp_path / str(threshold), divergence_threshold=threshold, **schedule)
         logs = run(trainer)
         masked.append(max(log.get("trust_region/masked", 0) for log in logs))
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+        trained.append(weights(trainer))
     assert masked[0] > 0 and masked[1] == 0
-    assert not torch.equal(*weights)
+    assert not torch.equal(*trained)
 
 
 @pytest.mark.parametrize("cls", [PDMGRPOTrainer, GRPOTrainer])
 def test_resuming_equals_never_having_stopped(tmp_path, cls):
     """At the end of a rollout's steps; stock is run along to show that it is TRL's own behaviour that is kept."""
     schedule = dict(
-        gradient_accumulation_steps=1,
-        steps_per_generation=2,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         save_strategy="steps",
         save_steps=2,
+        **TWO_STEPS,
     )
     whole = make_trainer(tmp_path / "whole", cls, max_steps=4, **schedule)
     whole_logs = run(whole)

@@ -27,10 +27,11 @@ from transformers import (
     Qwen3ForSequenceClassification,
     StaticCache,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from tests import tiny
-from tests.test_trainer_run import run
+from tests.helpers import tiny
+from tests.helpers.references import sampled_logps
+from tests.helpers.trainers import TWO_STEPS, make_trainer, run, weights
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 
@@ -55,34 +56,23 @@ def path(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("features") / "model", seed=8, num_hidden_layers=1)
 
 
-def make(path, cls=PDMGRPOTrainer, *, masks=GRPO, model=None, **kwargs):
-    """Takes arguments of the trainer and fields of its config alike."""
-    config = PDMGRPOConfig if cls is PDMGRPOTrainer else GRPOConfig
-    fields = {name: kwargs.pop(name) for name in list(kwargs) if name in config.__dataclass_fields__}
-    defaults = dict(
-        output_dir=f"{path}-trained",
+def make(path, cls=PDMGRPOTrainer, *, masks=GRPO, model=None, **options):
+    schedule = dict(
         per_device_train_batch_size=PER_STEP,
         per_device_eval_batch_size=PER_STEP,
         num_generations=GROUP,
         max_completion_length=10,
-        gradient_accumulation_steps=1,
-        steps_per_generation=2,
+        temperature=1.0,
         max_steps=3,  # the third is on a second rollout
         optim="sgd",  # equal gradients are equal weights
         learning_rate=0.02,
         max_grad_norm=1e6,  # clipping would hide how a loss is scaled
         lr_scheduler_type="constant",
         epsilon=0.02,
-        **tiny.ON_CPU,
+        **TWO_STEPS,
     )
-    if cls is PDMGRPOTrainer:
-        defaults |= masks | {"divergence_top_k": 6}
-    arguments = dict(reward_funcs=tiny.count_ones, train_dataset=tiny.prompts(), processing_class=tiny.tokenizer())
-    return cls(model() if model else path, args=config(**defaults | fields), **arguments | kwargs)
-
-
-def weights(trainer):
-    return torch.cat([p.detach().float().flatten() for p in trainer.model.parameters() if p.requires_grad])
+    masks = masks if cls is PDMGRPOTrainer else {}
+    return make_trainer(f"{path}-trained", cls, model=model() if model else path, **schedule | masks | options)
 
 
 def outcome(*args, **kwargs):
@@ -549,13 +539,9 @@ def test_images_train_as_in_stock(llava):
 
     # The behaviour policy saw the images
     batch, model = batches[0], AutoModelForImageTextToText.from_pretrained(path)
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    length = batch["completion_ids"].shape[1]
     for pixels in (batch["pixel_values"], torch.zeros_like(batch["pixel_values"])):
         with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=mask, pixel_values=pixels).logits[:, -length - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+            expected = sampled_logps(model, batch, temperature=1.0, pixel_values=pixels)
         kept = batch["completion_mask"].bool()
         error = (batch["behavior_topk_logps"][..., 0] - expected)[kept].abs().max()
         assert (error < 1e-4) == (pixels is batch["pixel_values"])

@@ -6,8 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests import tiny
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
+from tests.helpers import tiny, trainers
 from trl_pdm.weight_sync import adapter_files
 
 
@@ -32,34 +31,21 @@ def save_model(tmp_path, kind="untied"):
     return tiny.save(tmp_path / "model", **overrides)
 
 
-def make_trainer(tmp_path, model=None, peft_config=None, quantization_config=None, kind="untied", **args):
-    if peft_config:
-        args.setdefault("learning_rate", 5e-2)
+def make_trainer(tmp_path, model=None, kind="untied", **options):
     defaults = dict(
-        output_dir=str(tmp_path),
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=12,
-        steps_per_generation=2,
-        gradient_accumulation_steps=1,
-        divergence_top_k=6,
+        temperature=1.0,
         max_steps=6,
-        learning_rate=1e-2,
+        learning_rate=5e-2 if options.get("peft_config") else 1e-2,
         lr_scheduler_type="constant",
         use_vllm=True,
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=64,
-        **tiny.ON_CPU,
+        **trainers.TWO_STEPS,
     )
-    return PDMGRPOTrainer(
-        model or save_model(tmp_path, kind),
-        reward_funcs=tiny.count_ones,
-        args=PDMGRPOConfig(**defaults | args),
-        train_dataset=tiny.prompts(),
-        processing_class=tiny.tokenizer(),
-        peft_config=peft_config,
-        quantization_config=quantization_config,
-    )
+    return trainers.make_trainer(tmp_path, model=model or save_model(tmp_path, kind), **defaults | options)
 
 
 @torch.no_grad()

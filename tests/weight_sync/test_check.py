@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from tests import tiny
-from tests.test_trainer import T, make_trainer
-from tests.test_trainer_run import Recorder
+from tests.helpers import tiny
+from tests.helpers.references import T
+from tests.helpers.trainers import TWO_STEPS, Recorder, make_trainer
 from trl_pdm import trust_region
 from trl_pdm.weight_sync import engine
 from trl_pdm.weight_sync.check import SyncCheck, WeightSyncError
@@ -78,14 +78,13 @@ def test_replayed_support_equals_a_softmax_over_the_survivors():
 def trainer(tmp_path_factory):
     return make_trainer(
         tmp_path_factory.mktemp("engine"),
-        tie_word_embeddings=True,
+        model=dict(tie_word_embeddings=True),
         use_vllm=True,
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=64,
         divergence_top_k=40,
         per_device_train_batch_size=16,
-        gradient_accumulation_steps=1,
-        steps_per_generation=2,
+        **TWO_STEPS,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         max_steps=6,

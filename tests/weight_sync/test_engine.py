@@ -11,7 +11,7 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests import tiny
+from tests.helpers import tiny
 from tests.weight_sync.helpers import (
     ENGINE_NOISE,
     INT8,

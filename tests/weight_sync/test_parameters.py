@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import tiny
+from tests.helpers import tiny
 from tests.weight_sync.helpers import (
     INT8,
     NF4,

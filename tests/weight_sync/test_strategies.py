@@ -11,7 +11,7 @@ from peft import IA3Config, get_peft_model
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests import tiny
+from tests.helpers import tiny
 from tests.weight_sync.helpers import (
     INT8,
     V,
