@@ -36,8 +36,8 @@ import copy
 import json
 import multiprocessing
 import os
+import warnings
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from itertools import repeat
 from pathlib import Path
 
@@ -46,6 +46,8 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.ticker import PercentFormatter
+from scipy import stats
+from tasks import addition, warm_start
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging, set_seed
 
@@ -89,7 +91,7 @@ TINY = dict(seeds=61, top_k=[5, 1, 2, 20], temperature=1.8, learning_rate=1e-3, 
 TINY |= dict(max_completion_length=4)
 GIVEN = dict(seeds=5, top_k=[20, 1, 2, 5], temperature=1.0, learning_rate=2e-5, prompts_per_seed=4, steps=8)
 GIVEN |= dict(max_completion_length=24)
-SUMS = [{"prompt": f"{a}+{b}=", "solution": f"{a + b}"} for a in range(10, 100) for b in range(10, 100)]
+SUMS = [addition(a, b) for a in range(10, 100) for b in range(10, 100)]
 PROMPTS = [
     "The weather this morning was",
     "My grandmother always told me that",
@@ -290,23 +292,20 @@ def count(records, vocab_size, change, among, divergence, threshold, top_k):
     return pd.concat(frames)
 
 
-@cache
-def resamples(n):
-    draws = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
-    return np.concatenate([np.ones((1, n)), draws])
-
-
-def bootstrap(numerator, denominator, reference):
+def interval(numerator, denominator, reference):
     """Pooled rate and its difference to a reference's, each with a 95 % percentile interval from resampled seeds.
     Three `(S,)` arrays of counts by seed; `(rate, low, high, difference, low, high)`."""
-    draws = resamples(len(numerator))
-    total = draws @ denominator
-    result = []
-    for counts in (numerator, numerator - reference):
-        rates = np.divide(draws @ counts, total, out=np.full(len(total), np.nan), where=total > 0)
-        known = rates[1:][~np.isnan(rates[1:])]
-        result += [rates[0], *(np.percentile(known, [2.5, 97.5]) if len(known) else (np.nan, np.nan))]
-    return result
+
+    def rates(counts, total, axis):
+        total = total.sum(axis)
+        return np.divide(counts.sum(axis), total, out=np.full(total.shape, np.nan), where=total > 0)
+
+    data = np.stack([numerator, numerator - reference]), np.stack([denominator, denominator])
+    with warnings.catch_warnings(action="ignore", category=stats.DegenerateDataWarning):  # draws without such tokens
+        draws = stats.bootstrap(data, rates, axis=-1, paired=True, n_resamples=RESAMPLES, method="percentile", rng=0)
+    known = [of[~np.isnan(of)] for of in draws.bootstrap_distribution]
+    ends = [np.percentile(of, [2.5, 97.5]) if len(of) else (np.nan, np.nan) for of in known]
+    return [x for rate, low_high in zip(rates(*data, axis=-1), ends, strict=True) for x in (rate, *low_high)]
 
 
 def summarise(counts):
@@ -315,7 +314,7 @@ def summarise(counts):
     for key, group in counts.groupby(keys, sort=False):
         for rate, (numerator, denominator) in RATES.items():
             n = group[denominator].sum()
-            values = bootstrap(*(group[c].to_numpy() for c in (numerator, denominator, f"ratio_{numerator}")))
+            values = interval(*(group[c].to_numpy() for c in (numerator, denominator, f"ratio_{numerator}")))
             rows.append([*key, rate, n, *values])
     columns = ["rate", "n", "value", "low", "high", "vs_ratio_value", "vs_ratio_low", "vs_ratio_high"]
     return pd.DataFrame(rows, columns=keys + columns)
@@ -426,12 +425,8 @@ def draw(summary, title, path):
 
 def tiny_model(folder, seed, accuracy):
     """Train a small model on two-digit sums, as examples/train_pdm.py does before PDM takes over."""
-    from train_pdm import warm_start  # here, because it imports vLLM, and takes seconds, in every process
-
-    torch.set_num_threads(1)
     logging.disable_progress_bar()
-    set_seed(seed)
-    warm_start(folder, SUMS, accuracy)
+    warm_start(folder, SUMS, accuracy, seed)
     return folder
 
 
@@ -494,7 +489,7 @@ def main(args):
     summary = summarise(counts)
     for truth, (run, change) in TRUTHS.items():
         by_seed, n = rank_correlation(runs[run], change, *headline)
-        value = bootstrap(by_seed, np.ones(len(by_seed)), by_seed)[:3]
+        value = interval(by_seed, np.ones(len(by_seed)), by_seed)[:3]
         labels = [*summary.loc[0, ["breakdown", "level"]], truth, "all", "full", "rank_correlation", n]
         summary.loc[len(summary)] = [*labels, *value, *[np.nan] * 3]
     summary.to_csv(output / "summary.csv", index=False)

@@ -30,17 +30,14 @@ In `--output_dir`: runs.csv, summary.csv (their means), comparisons.csv and curv
 whichever mask trains: where the first two are next to nothing, the two cannot train differently.
 """
 
-import math
 import multiprocessing
 import os
-import random
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations_with_replacement, product, repeat
+from itertools import product, repeat
 from pathlib import Path
-from statistics import NormalDist
 from unittest.mock import patch
 
 
@@ -53,9 +50,9 @@ import numpy as np
 import pandas as pd
 import torch
 import transformers
-from datasets import Dataset, load_dataset
+from scipy import stats
+from tasks import TASKS, chats, load_chats, to_ids, warm_start
 from tqdm import tqdm
-from train_pdm import as_chat, exact_match, warm_start
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import TrlParser
 from trl.rewards import accuracy_reward
@@ -86,47 +83,6 @@ EVALUATIONS = 6  # on the held-out problems, after the first
 LOGGED = "divergence_mean topk_mass_behavior outside masked masked_positive masked_negative direction_disagreement"
 LOGGED = ["entropy", *(f"trust_region/{name}" for name in LOGGED.split())]
 MANY_SEEDS = 6  # with fewer, all differences have the same sign by chance in more than 5 % of cases
-
-
-# ---- Tasks: rows of a prompt and a solution, and what makes a completion right
-
-
-@cache
-def sums():
-    """All sums of two two-digit numbers, each in one of its two orders, in a fixed random order."""
-    draw = random.Random(0)
-    pairs = [draw.sample(pair, 2) for pair in combinations_with_replacement(range(10, 100), 2)]
-    draw.shuffle(pairs)
-    return [{"prompt": f"{a}+{b}=", "solution": f"{a + b}"} for a, b in pairs]
-
-
-def selection_sort(word):
-    """`dbca` -> `adbc bdc cd d=abcd`: each step names the smallest letter left, then what remains without it."""
-    remaining, steps = word, []
-    while remaining:
-        smallest = min(remaining)
-        remaining = remaining.replace(smallest, "", 1)
-        steps.append(smallest + remaining)
-    return " ".join(steps) + "=" + "".join(step[0] for step in steps)
-
-
-@cache
-def words(n=10_000):
-    """Five different letters each, in a fixed random order; no two words have the same letters."""
-    draw, found = random.Random(0), {}
-    while len(found) < n:
-        word = "".join(draw.sample("abcdefghijklmnopqrstuvwxyz", 5))
-        found.setdefault("".join(sorted(word)), word)
-    return [{"prompt": f"{word}:", "solution": selection_sort(word)} for word in found.values()]
-
-
-def sorted_right(completions, solution, **kwargs):
-    """1 where the letters after the last `=` are in order, whatever came before them."""
-    answers = [chat[-1]["content"].rpartition("=")[2] for chat in completions]
-    return [float(answer == right.rpartition("=")[2]) for answer, right in zip(answers, solution, strict=True)]
-
-
-TASKS = {"addition": (sums, exact_match), "sorting": (words, sorted_right)}
 
 
 # ---- Settings
@@ -168,17 +124,14 @@ class StudyArguments:
 def load_task(task, held_out):
     """Its problems as chats, those to train on and those held out, and its reward function."""
     if task in TASKS:
-        rows, reward = Dataset.from_list(TASKS[task][0]()), TASKS[task][1]
+        rows, reward = chats(TASKS[task][0]()), TASKS[task][1]
     else:
-        source = dict(path="json", data_files=task) if Path(task).is_file() else dict(path=task)
-        rows, reward = load_dataset(**source, split="train").shuffle(seed=0), accuracy_reward
-    rows = rows.map(as_chat, remove_columns=rows.column_names)
+        rows, reward = load_chats(task)["train"].shuffle(seed=0), accuracy_reward
     return rows.select(range(held_out, len(rows))), rows.select(range(held_out)), reward
 
 
 def teach(task, args):
     """Save a small model that solves `warm_start_accuracy` of a task's problems."""
-    set_seed(0)
     warm_start(f"{args.output_dir}/{task}", TASKS[task][0]()[args.held_out :], args.warm_start_accuracy)
 
 
@@ -271,10 +224,6 @@ class Engine:
         )
         output = dict(prompt_ids=ids, completion_ids=tokens, logprobs=logps)
         return output | dict(topk_token_ids=topk_ids, topk_logprobs=topk_logps)
-
-
-def to_ids(tokenizer, chats):
-    return tokenizer.apply_chat_template(list(chats), add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
 # ---- A run
@@ -379,17 +328,18 @@ def is_collapsed(curve):
 # ---- What the runs say
 
 
-def bootstrap(differences, draws=10_000):
+def interval(differences):
     """
     95 % percentile bootstrap interval of the mean of paired differences, `(seeds,)`.
 
     Percentile intervals of few values are too narrow. The percentiles are those whose interval, of normal differences,
     would be Student's (Hesterberg 2015, "What Teachers Should Know About the Bootstrap", section 4.3).
     """
-    n, draw = len(differences), np.random.default_rng(0)
-    student = np.quantile(np.abs(draw.standard_t(n - 1, 200_000)), 0.95)
-    tail = NormalDist().cdf(-student * math.sqrt(n / (n - 1)))
-    return np.quantile(draw.choice(differences, (draws, n)).mean(1), [tail, 1 - tail])
+    n = len(differences)
+    student = stats.t.ppf(0.975, n - 1) * (n / (n - 1)) ** 0.5
+    level = 1 - 2 * stats.norm.sf(student)
+    draws = stats.bootstrap((differences,), np.mean, confidence_level=level, method="percentile", rng=0)
+    return draws.confidence_interval
 
 
 def compare(runs, measures=("final", "area")):
@@ -400,7 +350,7 @@ def compare(runs, measures=("final", "area")):
             by_mask = cell.pivot(index="seed", columns="mask", values=measure)
             for other in [mask for mask in cell["mask"].unique() if mask != "pdm" and "pdm" in by_mask]:
                 differences = (by_mask["pdm"] - by_mask[other]).to_numpy()
-                low, high = bootstrap(differences)
+                low, high = interval(differences)
                 verdict = "helps" if low > 0 else "hurts" if high < 0 else "ties"
                 rows.append((task, regime, other, measure, differences.mean(), low, high, verdict))
     columns = ["task", "regime", "against", "measure", "difference", "low", "high", "verdict"]

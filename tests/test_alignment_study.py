@@ -114,11 +114,11 @@ def test_update_descends_the_objective():
         torch.testing.assert_close(old - new.detach(), grad, rtol=1e-2, atol=1e-5)
 
 
-def test_bootstrap_interval_of_a_known_distribution():
+def test_interval_of_a_known_distribution():
     """300 of 1000 seeds right once each: resampled, that is Binomial(1000, 0.3) / 1000. The reference lacks 100."""
     right = (np.arange(1000) < 300).astype(int)
     reference = right - (np.arange(1000) < 100)
-    value, low, high, gain, gain_low, gain_high = study.bootstrap(right, np.ones(1000, int), reference)
+    value, low, high, gain, gain_low, gain_high = study.interval(right, np.ones(1000, int), reference)
     assert (value, gain) == pytest.approx((0.3, 0.1))
     for p, found in ((0.3, (low, high)), (0.1, (gain_low, gain_high))):
         cumulative = np.cumsum([math.comb(1000, k) * p**k * (1 - p) ** (1000 - k) for k in range(1001)])
@@ -126,10 +126,10 @@ def test_bootstrap_interval_of_a_known_distribution():
         assert found == pytest.approx(quantiles, abs=0.0025)  # a 90 % interval would be off by 0.003 and more
 
 
-def test_bootstrap_keeps_seeds_together():
+def test_interval_keeps_seeds_together():
     """A seed's tokens are one draw: two seeds, one all right, one all wrong, leave everything open."""
-    assert study.bootstrap(np.array([1000, 0]), np.array([1000, 1000]), np.array([1000, 0]))[:3] == [0.5, 0, 1]
-    assert np.isnan(study.bootstrap(np.zeros(2), np.zeros(2), np.zeros(2))).all()
+    assert study.interval(np.array([1000, 0]), np.array([1000, 1000]), np.array([1000, 0]))[:3] == [0.5, 0, 1]
+    assert np.isnan(study.interval(np.zeros(2), np.zeros(2), np.zeros(2))).all()
 
 
 def test_counts_by_hand():

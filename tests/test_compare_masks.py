@@ -119,33 +119,6 @@ def test_bf16_engine_holds_bf16_weights(policy):
         assert mine.dtype == torch.bfloat16 and torch.equal(mine, exact.bfloat16())
 
 
-# ---- Tasks
-
-
-def test_reference_solutions_of_sorting():
-    rows = compare_masks.words(300)
-    assert len({"".join(sorted(row["prompt"])) for row in rows}) == 300
-    for row in rows:
-        word = row["prompt"].removesuffix(":")
-        in_order = sorted(word)
-        steps = [smallest + "".join(letter for letter in word if letter > smallest) for smallest in in_order]
-        assert row["solution"] == " ".join(steps) + "=" + "".join(in_order)
-        assert len(row["prompt"]) == len("12+34="), "the warm start masks a prompt of this length"
-    assert 20 < len(rows[0]["solution"]) + 1 <= compare_masks.StudyArguments().max_completion_length
-
-
-def test_reference_solutions_of_addition():
-    rows = compare_masks.sums()
-    assert all(eval(row["prompt"].removesuffix("=")) == int(row["solution"]) for row in rows)
-    assert len({frozenset(row["prompt"][:-1].split("+")) for row in rows}) == len(rows) == 90 * 91 // 2
-
-
-def test_sorting_is_judged_by_the_final_answer():
-    texts = ["adbc bdc cd d=abcd", "nonsense=abcd", "abcd", "adbc bdc cd d=abdc", "=abcd=", ""]
-    chats = [[{"role": "assistant", "content": text}] for text in texts]
-    assert compare_masks.sorted_right(chats, ["adbc bdc cd d=abcd"] * 6) == [1, 1, 1, 0, 0, 0]
-
-
 # ---- What is counted and concluded
 
 
@@ -184,9 +157,9 @@ def test_collapse_is_what_the_docstring_says(curve, collapsed):
     assert compare_masks.is_collapsed(np.array(curve)) == collapsed
 
 
-def test_bootstrap_interval_covers_as_often_as_it_says():
+def test_interval_covers_as_often_as_it_says():
     rng = np.random.default_rng(1)
-    intervals = [compare_masks.bootstrap(rng.normal(0.3, 1, 10), draws=2000) for _ in range(400)]
+    intervals = [compare_masks.interval(rng.normal(0.3, 1, 10)) for _ in range(400)]
     covered = np.mean([low <= 0.3 <= high for low, high in intervals])
     assert abs(covered - 0.95) < 0.035  # three standard errors of 400 trials
 
