@@ -15,7 +15,7 @@ from ._hooks import TRLCompatibilityError, substituted
 from .checkpoint import last_complete_checkpoint
 from .config import PDMGRPOConfig
 from .metrics import MaskedColumn, TokenMetrics, realized_alignment
-from .report.records import TokenRecords
+from .report.records import TokenRecords, write_settings
 from .topk_head import topk_head
 from .weight_sync.check import SyncCheck
 from .weight_sync.parameters import quiet_bitsandbytes
@@ -117,6 +117,13 @@ class PDMGRPOTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
+        if self.is_world_process_zero():
+            write_settings(
+                self.args,
+                model=self.model.config.name_or_path,
+                reward_funcs=self.reward_func_names,
+                processes=self.accelerator.num_processes,
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # ---- Rollout: the behaviour policy's top K, into TRL's batch

@@ -19,8 +19,9 @@ from PIL import Image
 from tests.report.runs import write_log, write_page
 from trl_pdm.report import ReportError, write_report
 from trl_pdm.report.__main__ import main
-from trl_pdm.report.curves import COLOURS, FIGURES, load_run
+from trl_pdm.report.curves import COLOURS, FIGURES
 from trl_pdm.report.records import record_files
+from trl_pdm.report.runs import load_run
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,22 @@
-"""A run's curves: reading what it logged, and drawing it."""
+"""A run's curves, drawn with matplotlib."""
 
 import base64
 import io
-import json
-import math
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import pandas as pd
-
-from .records import record_files
+from .runs import BAND, ReportError, Run
 
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart: a colour a run, a line style a metric
+# Okabe and Ito's palette, which colour-blind readers can tell apart. A run alone has a colour a metric; of several, each
+# has one, and a line style a metric.
 COLOURS = {
     "light": ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
     "dark": ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00"),
 }
-STYLES = ("-", "--", ":")
+STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 MAX_RUNS = len(COLOURS["light"])
 THEMES = {
     "light": dict(page="#ffffff", ink="#1f2328", muted="#59636e", line="#d1d9e0", out="#cfe8fb", mask="#ffd8b5")
@@ -26,187 +24,163 @@ THEMES = {
     "dark": dict(page="#14171c", ink="#e6e9ee", muted="#9aa4b0", line="#39414b", out="#12395a", mask="#5c2a08")
     | {"out-edge": "#6cbcf0", "mask-edge": "#ff9c57"},
 }
+# Narrow, so that its letters can be read where the page is as wide as a phone
+SIZE, DPI = (5.0, 3.4), 200
 THRESHOLD_LINE = dict(linewidth=1, linestyle=(0, (1, 3)))
 MANY_STEPS = 40  # from here on a line without markers
-MAX_NAME = 40
+MAX_NAME = 30
 
 UNITS = {"kl": "KL divergence (nats)", "reverse_kl": "reverse KL divergence (nats)", "tv": "total variation"}
 
 
 @dataclass
 class Curves:
-    """One figure: its metrics, with their names in the legend."""
+    """One plot: its metrics, with their names in the legend. Those `of_one_run` are not drawn of several."""
 
-    title: str
     unit: str
     metrics: dict[str, str]
     percent: bool = False
     log: bool = False
+    of_one_run: frozenset[str] = frozenset()
 
-
-# fmt: off
-FIGURES = {
-    "reward": Curves("Reward", "reward", {"reward": "training", "eval_reward": "evaluation"}),
-    "divergence": Curves("Divergence from the behaviour policy", "divergence", {
-        "trust_region/divergence_mean": "mean", "trust_region/divergence_max": "max"}, log=True),
-    "mask": Curves("Outside the trust region, and masked", "% of tokens", {
-        "trust_region/outside": "outside", "trust_region/masked_positive": "masked, advantage > 0",
-        "trust_region/masked_negative": "masked, advantage < 0"}, percent=True),
-    "disagreement": Curves("Predicted change and ratio point opposite ways", "% of tokens outside", {
-        "trust_region/direction_disagreement": "opposite"}, percent=True),
-    "alignment": Curves("Right about where the divergence went", "% of tokens updated from outside", {
-        "trust_region/realized_alignment_predictive": "by the predicted change",
-        "trust_region/realized_alignment_ratio": "by the ratio"}, percent=True),
-    "ratio": Curves("Importance ratio", "ratio", {
-        "importance_ratio/mean": "mean", "importance_ratio/max": "max"}, log=True),
-    "truncated": Curves("Importance ratio truncated", "% of tokens", {
-        "importance_ratio/truncated": "truncated"}, percent=True),
-    "sync": Curves("vLLM against the trainer, right after a sync", "logprob difference (nats)", {
-        "weight_sync/logp_difference_mean": "mean", "weight_sync/logp_difference_max": "max"}, log=True),
-    "time": Curves("Time", "seconds", {"step_time": "a step", "weight_sync/seconds": "a weight sync"}, log=True),
-}
-# fmt: on
-
-
-class ReportError(Exception):
-    """What the user can put right."""
+    def logged(self, runs: list[Run]) -> list[str]:
+        metrics = [name for name in self.metrics if len(runs) == 1 or name not in self.of_one_run]
+        return [name for name in metrics if any(run.series(name)[0] for run in runs)]
 
 
 @dataclass
-class Run:
-    """What a run left behind."""
+class Figure:
+    """A title over one plot or several, whose steps are the same."""
 
-    path: Path
-    name: str
-    history: list[dict]
-    records: pd.DataFrame | None  # every recorded step's divergences
-    settings: dict
-
-    def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric, where it was logged."""
-        points = [
-            (entry["step"], entry[metric])
-            for entry in self.history
-            if "step" in entry and isinstance(entry.get(metric), (int, float)) and math.isfinite(entry[metric])
-        ]
-        return [step for step, _ in points], [value for _, value in points]
-
-    @property
-    def last_step(self) -> int:
-        return _last_step(self.history)
-
-    @property
-    def thresholds(self) -> set[float]:
-        """Divergences at which the trust region ends, as far as they are known."""
-        if self.settings.get("proximity") != "divergence":
-            return set()
-        return {self.settings["divergence_threshold"], self.settings["divergence_threshold_high"]} - {None}
+    title: str
+    plots: tuple[Curves, ...]
 
 
-def _last_step(history: list[dict]) -> int:
-    return max((entry.get("step", 0) for entry in history), default=0)
+# fmt: off
+FIGURES = {name: Figure(title, plots) for name, title, *plots in (
+    ("reward", "Reward", Curves("reward", {"reward": "training", "eval_reward": "evaluation"})),
+    ("divergence", "Divergence from the behaviour policy", Curves("divergence", {
+        "trust_region/divergence_mean": "mean", "trust_region/divergence_max": "max"}, log=True)),
+    ("mask", "Outside the trust region, and masked", Curves("% of tokens", {
+        "trust_region/outside": "outside", "trust_region/masked_positive": "masked, advantage > 0",
+        "trust_region/masked_negative": "masked, advantage < 0",
+        "trust_region/outside_half": "outside half the threshold",
+        "trust_region/outside_double": "outside twice the threshold"}, percent=True,
+        of_one_run=frozenset({"trust_region/outside_half", "trust_region/outside_double"}))),
+    ("entropy", "Entropy of the policy",
+        Curves("nats", {"entropy": "entropy"}),
+        Curves("drift a token", {
+            "trust_region/entropy_drift": "with the mask",
+            "trust_region/entropy_drift_unmasked": "if nothing were masked"})),
+    ("disagreement", "Predicted change and ratio point opposite ways", Curves("% of tokens outside", {
+        "trust_region/direction_disagreement": "opposite"}, percent=True)),
+    ("alignment", "Right about where the divergence went", Curves("% of tokens updated from outside", {
+        "trust_region/realized_alignment_predictive": "by the predicted change",
+        "trust_region/realized_alignment_ratio": "by the ratio"}, percent=True)),
+    ("ratio", "Importance ratio", Curves("ratio", {
+        "importance_ratio/mean": "mean", "importance_ratio/max": "max"}, log=True)),
+    ("truncated", "Importance ratio truncated", Curves("% of tokens", {
+        "importance_ratio/truncated": "truncated"}, percent=True)),
+    ("sync", "vLLM against the trainer, right after a sync", Curves("logprob difference (nats)", {
+        "weight_sync/logp_difference_mean": "mean", "weight_sync/logp_difference_max": "max"}, log=True)),
+    ("time", "Time", Curves("seconds", {"step_time": "a step", "weight_sync/seconds": "a weight sync"}, log=True)),
+)}
+# fmt: on
 
 
-def load_run(path: Path, name: str) -> Run:
-    """
-    Read a run's logs and records.
-
-    Raises:
-        ReportError: There are no logs.
-    """
-    if not path.is_dir():
-        raise ReportError(f"{path} is not a folder. Pass the output_dir of a run.")
-    histories: list[list[dict]] = [[]]
-    for source in ("trainer_state.json", "metrics.json", "checkpoint-*/trainer_state.json"):
-        for file in path.glob(source):
-            with suppress(OSError, ValueError, KeyError, TypeError):  # cut short, where a run was killed
-                histories.append(json.loads(file.read_text())["log_history"])
-    # Of all that the run saved, what goes furthest
-    history = max(histories, key=_last_step)
-    if not history:
-        raise ReportError(
-            f"{path} has no logs that can be read. Looked for a `log_history` in trainer_state.json, metrics.json and "
-            "checkpoint-*/trainer_state.json. `trainer.save_state()` writes the first."
-        )
-    columns = ["step", "divergence", "trained_on"]
-    tables = [pd.read_parquet(file, columns=columns) for file in record_files(path).values()]
-    return Run(path, name, history, pd.concat(tables) if tables else None, tables[-1].attrs if tables else {})
-
-
-# ---- Figures
-
-
-def draw(curves: Curves, runs: list[Run], theme: str) -> bytes | None:
+def draw(drawn: Figure, runs: list[Run], theme: str) -> bytes | None:
     """A figure as PNG, `None` where no run has its data."""
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+        import matplotlib.figure
     except ImportError as error:
         raise ReportError(f"The report draws with matplotlib: pip install 'trl-pdm[report]' ({error}).") from error
 
-    logged = {metric for metric in curves.metrics if any(run.series(metric)[0] for run in runs)}
-    if not logged:
+    plots = [plot for plot in drawn.plots if plot.logged(runs)]
+    if not plots:
         return None
-    styles = {metric: dash for metric, dash in zip(curves.metrics, STYLES, strict=False) if metric in logged}
-    many, is_divergence = len(runs) > 1, curves.unit == "divergence"
     ink, page, muted, line = (THEMES[theme][part] for part in ("ink", "page", "muted", "line"))
     style = {
         "figure.facecolor": page, "axes.facecolor": page, "savefig.facecolor": page, "text.color": ink,
         "axes.labelcolor": ink, "axes.edgecolor": muted, "xtick.color": muted, "ytick.color": muted,
         "xtick.labelcolor": ink, "ytick.labelcolor": ink, "grid.color": line, "axes.grid": True, "axes.axisbelow": True,
         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "font.size": 10,
-        "lines.linewidth": 1.6, "lines.markersize": 3.5, "text.parse_math": False,
+        "lines.linewidth": 1.5, "lines.markersize": 3.5, "text.parse_math": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        figure.suptitle(curves.title, x=0.01, ha="left", fontweight="bold", fontsize=11)
-        axes = figure.subplots()
-        handles, positive, thresholds, bands = [], [], set(), {}
-        for colour, run in zip(COLOURS[theme], runs, strict=False):
-            for metric, dash in styles.items():
-                steps, values = run.series(metric)
-                values = [value * 100 if curves.percent else value for value in values]
-                axes.plot(steps, values, dash, color=colour, marker="o" if len(steps) < MANY_STEPS else "")
-                positive += [value for value in values if value > 0]
-            if is_divergence and run.records is not None:
-                bands = {"50 % of recorded tokens": (0.25, 0.75)} | ({} if many else {"90 %": (0.05, 0.95)})
-                tokens = run.records[run.records["trained_on"]].groupby("step")["divergence"]
-                for low, high in bands.values():
-                    low, high = tokens.quantile(low), tokens.quantile(high)
-                    axes.fill_between(low.index, low, high, color=colour, alpha=0.25, linewidth=0)
-            if is_divergence:
-                thresholds |= run.thresholds
-            if many:
-                handles.append(Patch(color=colour, label=_shortened(run.name)))
-        colour = muted if many else COLOURS[theme][0]
-        if len(curves.metrics) > 1:
-            for metric, dash in styles.items():
-                handles.append(Line2D([], [], color=colour, linestyle=dash, label=curves.metrics[metric]))
-        handles += [Patch(color=colour, alpha=a, label=band) for band, a in zip(bands, (0.5, 0.25), strict=False)]
+        width, height = SIZE
+        figure = matplotlib.figure.Figure(figsize=(width, height * (1 + len(plots)) / 2), layout="constrained")
+        figure.suptitle(drawn.title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+        axes = figure.subplots(len(plots), sharex=True, squeeze=False)[:, 0]
+        for axis, plot in zip(axes, plots, strict=True):
+            _plot(axis, plot, runs, theme)
+        axes[-1].set_xlabel("optimizer step")
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=DPI)
+    return picture.getvalue()
+
+
+def _plot(axes, plot: Curves, runs: list[Run], theme: str) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    many, is_divergence, ink = len(runs) > 1, plot.unit == "divergence", THEMES[theme]["ink"]
+    colours, metrics = COLOURS[theme], plot.logged(runs)
+    handles, values_drawn = [], []
+    for number, metric in enumerate(metrics):
+        for run, run_colour in zip(runs, colours, strict=False):
+            steps, values = run.series(metric)
+            values = [value * 100 if plot.percent else value for value in values]
+            colour, marker = run_colour if many else colours[number], "o" if len(steps) < MANY_STEPS else ""
+            axes.plot(steps, values, color=colour, linestyle=STYLES[number], marker=marker)
+            values_drawn += values
+        if len(plot.metrics) > 1:
+            colour = THEMES[theme]["muted"] if many else colours[number]
+            handles.append(Line2D([], [], color=colour, linestyle=STYLES[number], label=plot.metrics[metric]))
+    if many:
+        handles = [
+            *(Patch(color=c, label=_shortened(run.name)) for c, run in zip(colours, runs, strict=False)), *handles
+        ]  # fmt: skip
+    if is_divergence:
+        # The widest pair of quantiles says least of several runs
+        bands = {"50 % of recorded tokens": BAND[1:3]} | ({} if many else {"90 %": (BAND[0], BAND[3])})
+        recorded = [(run.quantiles, c) for run, c in zip(runs, colours, strict=False) if run.quantiles is not None]
+        for low, high in bands.values() if recorded else ():
+            for quantiles, colour in recorded:
+                axes.fill_between(
+                    quantiles.index, quantiles[low], quantiles[high], color=colour, alpha=0.25, linewidth=0
+                )
+        colour = THEMES[theme]["muted"] if many else colours[0]
+        for band, alpha in zip(bands if recorded else (), (0.5, 0.25), strict=False):
+            handles.append(Patch(color=colour, alpha=alpha, label=band))
+        thresholds = set().union(*(run.thresholds for run in runs))
         for threshold in thresholds:
             axes.axhline(threshold, color=ink, **THRESHOLD_LINE)
         if thresholds:
             handles.append(Line2D([], [], color=ink, label="threshold", **THRESHOLD_LINE))
-        if curves.log and positive:
-            # Right after a rollout both policies are the same: what is left then is rounding, of no interest
-            top, bottom = max(positive), max(min(positive), max(positive) * 1e-4)
-            axes.set_yscale("log")
-            axes.set_ylim(bottom * 0.8, top * 1.25)
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 100 * bottom else (1,)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        divergences = {run.settings["divergence"] for run in runs if "divergence" in run.settings}
-        axes.set_ylabel(UNITS[divergences.pop()] if is_divergence and len(divergences) == 1 else curves.unit)
-        axes.set_xlabel("optimizer step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        columns = 3 if all(len(handle.get_label()) < 24 for handle in handles) else 2
+    if plot.log:
+        _logarithmic(axes, values_drawn)
+    divergences = {run.settings["divergence"] for run in runs if "divergence" in run.settings}
+    axes.set_ylabel(UNITS[divergences.pop()] if is_divergence and len(divergences) == 1 else plot.unit)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    columns = 3 if all(len(handle.get_label()) < 14 for handle in handles) else 2
+    if handles:
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize=9)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=160)
-    return picture.getvalue()
+
+
+def _logarithmic(axes, values: list[float]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    positive = [value for value in values if value > 0]
+    if not positive:
+        return
+    # Right after a rollout both policies are the same: what is left then is rounding, of no interest
+    top, bottom = max(positive), max(min(positive), max(positive) * 1e-4)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom * 0.8, top * 1.25)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 100 * bottom else (1,)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _shortened(name: str) -> str:
@@ -222,17 +196,15 @@ class Picture:
     dark: str
 
 
-def draw_all(runs: list[Run], folder: Path) -> list[Picture]:
+def draw_all(runs: list[Run], folder: Path) -> Iterator[Picture]:
     """Draw every figure that has data, into `folder` too, in light colours."""
     folder.mkdir(exist_ok=True)
-    pictures = []
-    for name, curves in FIGURES.items():
+    for name, figure in FIGURES.items():
         (folder / f"{name}.png").unlink(missing_ok=True)  # that of an earlier report
-        drawn = {theme: png for theme in THEMES if (png := draw(curves, runs, theme))}
+        drawn = {theme: png for theme in THEMES if (png := draw(figure, runs, theme))}
         if drawn:
             (folder / f"{name}.png").write_bytes(drawn["light"])
-            pictures.append(Picture(curves.title, **{theme: _data_url(png) for theme, png in drawn.items()}))
-    return pictures
+            yield Picture(figure.title, **{theme: _data_url(png) for theme, png in drawn.items()})
 
 
 def _data_url(png: bytes) -> str:

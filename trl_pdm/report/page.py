@@ -1,10 +1,12 @@
-"""The page: a table, the curves and the tokens, laid out by `page.html.j2` and `page.css`."""
+"""The page: what the runs did, in words, numbers, curves and tokens, laid out by `page.html.j2` and `page.css`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .curves import MAX_RUNS, THEMES, ReportError, Run, draw_all, load_run
+from .curves import MAX_RUNS, THEMES, draw_all
+from .runs import ReportError, Run, differences, load_run
 from .tokens import read_completions
+from .words import told
 
 
 def _mean(values: list[float]) -> float:
@@ -48,8 +50,10 @@ def write_report(run_dir: str | Path, compare: Sequence[str | Path] = (), step: 
         runs=runs,
         columns=list(COLUMNS),
         rows=[_row(run) for run in runs],
+        told=[told(run) for run in runs],
+        differences=differences(runs),
         recorded=recorded,
-        figures=draw_all(runs, runs[0].path / "report"),
+        figures=list(draw_all(runs, runs[0].path / "report")),
         themes=THEMES,
     )
     path = runs[0].path / "report.html"

@@ -1,5 +1,6 @@
-"""What the trust region said about each token of a few completions, on disk: what the report shows a reader."""
+"""What a run leaves for its report: what the trust region said about each token of a few completions, and settings."""
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 FOLDER = "token_assessments"
+SETTINGS_FILE = "run_settings.json"
 # Stored beside the rows, so that a reader knows which divergence they are of and where it ended
 SETTINGS = ("divergence", "divergence_threshold", "divergence_threshold_high", "proximity", "direction")
 MAX_TOKENS_A_CHARACTER = 4  # the bytes of a UTF-8 character
@@ -102,6 +104,15 @@ class TokenRecords:
         path = os.path.join(folder, f"step_{step:06d}.parquet")
         table.to_parquet(path + ".partial", index=False)
         os.replace(path + ".partial", path)  # a crash leaves the old file or the new one, never half of one
+
+
+def write_settings(args: "PDMGRPOConfig", **others: Any) -> None:
+    """Write all fields of `args`, without secrets, and what else tells a run from another, for its report to compare."""
+    path = os.path.join(args.output_dir, SETTINGS_FILE)
+    os.makedirs(args.output_dir, exist_ok=True)
+    with open(path + ".partial", "w", encoding="utf-8") as file:
+        json.dump(others | args.to_dict(), file, indent=2, default=str)
+    os.replace(path + ".partial", path)
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:

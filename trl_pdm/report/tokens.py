@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from .curves import UNITS, ReportError, Run
+from .curves import UNITS
 from .records import record_files
+from .runs import ReportError, Run
 
 
 MAX_STEPS_LISTED = 12
@@ -16,6 +17,11 @@ TOKEN_STATES = {
     "outside": "outside, and the update does not lead further out: kept",
     "masked": "outside, and the update leads further out: held back",
     "untrained": "not trained on",
+}
+DIRECTIONS = {
+    "predictive": "The predicted change tells where an update leads.",
+    "ratio": "The ratio tells where an update leads.",
+    "none": "What is outside is held back, wherever its update leads.",
 }
 LABELS = {"outside": "outside, kept", "untrained": "not trained on"}
 VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {10: "\u21b5\n", 127: "\u2421"}
@@ -74,9 +80,8 @@ def read_completions(run: Run, step: int | None) -> Recorded | None:
         high = settings["divergence_threshold_high"]
         about += f" {UNITS[settings['divergence']]}: outside above {settings['divergence_threshold']:g}"
         about += "." if high is None else f", with a positive advantage above {high:g}."
-    if "direction" in settings:
-        direction = {"predictive": "predicted change", "ratio": "ratio"}[settings["direction"]]
-        about += f" The {direction} tells where an update leads."
+    if settings.get("direction") in DIRECTIONS:
+        about += f" {DIRECTIONS[settings['direction']]}"
     states = {name: of for name, of in TOKEN_STATES.items() if name != "untrained" or not table["trained_on"].all()}
     return Recorded(about, states, [_completion(tokens) for _, tokens in table.groupby("completion")])
 

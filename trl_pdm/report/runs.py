@@ -1,0 +1,99 @@
+"""What a run left on disk."""
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from .records import SETTINGS_FILE, record_files
+
+
+BAND = (0.05, 0.25, 0.75, 0.95)  # quantiles of a step's recorded divergences
+# Settings in which any two runs differ, and which say nothing of how they trained
+NAMES_OF_A_RUN = {"output_dir", "logging_dir", "run_name", "hub_model_id"}
+
+
+class ReportError(Exception):
+    """What the user can put right."""
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    path: Path
+    name: str
+    history: list[dict]
+    quantiles: pd.DataFrame | None  # of the recorded divergences: a row a step, a column for each of BAND
+    settings: dict  # as far as they are known
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric, where it was logged."""
+        points = [
+            (entry["step"], entry[metric])
+            for entry in self.history
+            if "step" in entry and isinstance(entry.get(metric), (int, float)) and math.isfinite(entry[metric])
+        ]
+        return [step for step, _ in points], [value for _, value in points]
+
+    @property
+    def last_step(self) -> int:
+        return _last_step(self.history)
+
+    @property
+    def thresholds(self) -> set[float]:
+        """Divergences at which the trust region ends, as far as they are known."""
+        if self.settings.get("proximity") != "divergence":
+            return set()
+        return {self.settings["divergence_threshold"], self.settings["divergence_threshold_high"]} - {None}
+
+
+def _last_step(history: list[dict]) -> int:
+    return max((entry.get("step", 0) for entry in history), default=0)
+
+
+def load_run(path: Path, name: str) -> Run:
+    """
+    Read a run's logs and records.
+
+    Raises:
+        ReportError: There are no logs.
+    """
+    if not path.is_dir():
+        raise ReportError(f"{path} is not a folder. Pass the output_dir of a run.")
+    histories: list[list[dict]] = [[]]
+    for source in ("trainer_state.json", "metrics.json", "checkpoint-*/trainer_state.json"):
+        for file in path.glob(source):
+            with suppress(OSError, ValueError, KeyError, TypeError):  # cut short, where a run was killed
+                histories.append(json.loads(file.read_text())["log_history"])
+    # Of all that the run saved, what goes furthest
+    history = max(histories, key=_last_step)
+    if not history:
+        raise ReportError(
+            f"{path} has no logs that can be read. Looked for a `log_history` in trainer_state.json, metrics.json and "
+            "checkpoint-*/trainer_state.json. `trainer.save_state()` writes the first."
+        )
+    quantiles, settings = {}, {}
+    for step, file in record_files(path).items():
+        table = pd.read_parquet(file, columns=["divergence", "trained_on"])
+        quantiles[step] = table.loc[table["trained_on"], "divergence"].quantile(list(BAND))
+        settings = table.attrs
+    with suppress(OSError, ValueError):
+        settings = settings | json.loads((path / SETTINGS_FILE).read_text())
+    return Run(path, name, history, pd.DataFrame(quantiles).T if quantiles else None, settings)
+
+
+def differences(runs: list[Run]) -> dict[str, list[str]]:
+    """The settings in which runs differ: each one's value, a dash where it is not known."""
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in NAMES_OF_A_RUN)
+    values = {
+        name: [json.dumps(run.settings[name]) if name in run.settings else None for run in runs] for name in names
+    }
+    return {
+        name: ["\u2013" if value is None else value for value in row]
+        for name, row in values.items()
+        if len({value for value in row if value is not None}) > 1
+    }
