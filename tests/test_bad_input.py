@@ -31,8 +31,9 @@ from tests.helpers.references import (
     sampled_logps,
 )
 from tests.helpers.trainers import TWO_STEPS, make_trainer, trainer_gradients
-from tests.test_rollout import ENGINE, GIVEN, change_output, generate
-from tests.test_rollout import make_trainer as make_rollout_trainer
+from tests.rollout.helpers import ENGINE, GIVEN, generate
+from tests.rollout.helpers import make_trainer as make_rollout_trainer
+from tests.rollout.test_functions import change_output
 from tests.test_trainer import CLIPPED
 from trl_pdm import PDMGRPOTrainer
 from trl_pdm.rollout import collate, with_candidates

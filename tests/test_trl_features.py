@@ -1,8 +1,8 @@
 """TRL's documented features on our trainer: each does here what it does in stock, with the mask in the loss.
 
 Where stock can be the reference, our mask is GRPO's: two optimizer steps a rollout, the second of them clipped, and the
-weights that come out are the same. Tools and environments are in `test_tools.py`, rollout functions in
-`test_rollout.py`, quantized bases in `weight_sync/`, checkpoints in `test_trainer_run.py`.
+weights that come out are the same. Tools and environments are in `rollout/test_tools.py`, rollout functions in
+`rollout/`, quantized bases in `weight_sync/`, checkpoints in `test_trainer_run.py`.
 """
 
 import asyncio

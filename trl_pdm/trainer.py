@@ -10,7 +10,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from . import rollout, trust_region
+from . import preflight, rollout, trust_region
 from ._hooks import TRLCompatibilityError, substituted
 from .checkpoint import last_complete_checkpoint
 from .config import PDMGRPOConfig
@@ -104,7 +104,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._masked_column = MaskedColumn(self._logs["extra"], self.accelerator, self.log_completions)
         self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold, self.accelerator.gather)
         self._token_records = TokenRecords(args, writes=self.is_world_process_zero())
-        rollout.warn_of_noise(self.model, args.neftune_noise_alpha)
+        preflight.warn_of_noise(self.model, args.neftune_noise_alpha)
 
     @property
     def _mode(self) -> str:

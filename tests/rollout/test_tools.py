@@ -16,8 +16,9 @@ from tokenizers import AddedToken
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
-from tests import tiny
-from tests.test_rollout import reference_logps, unpadded
+from tests.helpers import tiny
+from tests.helpers.references import reference_logps, unpadded
+from tests.helpers.trainers import ON_CPU
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 
@@ -163,7 +164,7 @@ def make_trainer(model_path, **kwargs):
         max_steps=4,
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=128,
-        **tiny.ON_CPU,
+        **ON_CPU,
     )
     prompts = [[{"role": "user", "content": f"find {letter}"}] for letter in "uvwxyz" * 8]
     return PDMGRPOTrainer(

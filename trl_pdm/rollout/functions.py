@@ -1,0 +1,87 @@
+"""What a user's rollout function may return, and how that is checked."""
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from .candidates import checked_numbers, from_lists, lengths_of
+
+
+logger = get_logger(__name__)  # of the main process, and it can say a thing once
+
+
+def with_candidates(rollout_func: Callable[[list, Any], dict[str, Any]]) -> Callable[[list, Any], dict[str, Any]]:
+    """A rollout function whose logprobs carry what it returns as `topk_token_ids` and `topk_logprobs`, if it does.
+
+    Both are lists, per completion, of one list a token: the K most probable tokens, with or without the sampled one,
+    in any order. It is empty for a token that the policy did not sample.
+
+    Raises:
+        ValueError: what the rollout function returns does not fit together.
+    """
+
+    @wraps(rollout_func)
+    def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
+        output = rollout_func(prompts, trainer)
+        if not isinstance(output, Mapping):
+            raise ValueError(f"The rollout function must return a dictionary, got {type(output).__name__}.")
+        output = dict(output)
+        if "completion_ids" not in output:
+            return output  # TRL says what is missing
+        token_ids, topk_logprobs = output.pop("topk_token_ids", None), output.pop("topk_logprobs", None)
+        completion_ids, logprobs = output["completion_ids"], output.get("logprobs")
+        fields = {"logprobs": logprobs, "topk_token_ids": token_ids, "topk_logprobs": topk_logprobs}
+        for name, field in fields.items():
+            if field is not None and (lengths_of(field) is None or lengths_of(field) != lengths_of(completion_ids)):
+                raise ValueError(
+                    f"The rollout function's `{name}` do not fit its `completion_ids`: there must be one list per "
+                    "completion, with one entry per token."
+                )
+        if 0 in (lengths := lengths_of(completion_ids) or []):  # TRL would fail with an IndexError
+            raise ValueError(
+                f"The rollout function's completion {lengths.index(0)} is empty. A completion has at least one token, "
+                "be it the end of the sequence."
+            )
+        if (token_ids is None) != (topk_logprobs is None):
+            raise ValueError("A rollout function must return `topk_token_ids` and `topk_logprobs`, or neither.")
+        for b, sequence in enumerate(() if logprobs is None else logprobs):
+            checked_numbers(sequence, np.float32, "logprobs", b)
+        if token_ids is not None:
+            carrying = from_lists(completion_ids, token_ids, topk_logprobs, logprobs)
+            output["logprobs"] = [
+                [lp[0] if len(entries) else float(lp[0]) for lp, entries in zip(*sequence, strict=True)]
+                for sequence in zip(carrying, token_ids, strict=True)
+            ]
+        return output
+
+    return rollout
+
+
+def lack_candidates(behavior_ids: Tensor, mask: Tensor) -> bool:
+    """Whether a rollout function left the candidates of some tokens in `mask` out; it is told so once."""
+    lacking = bool((mask & (behavior_ids[..., 0] < 0)).any())
+    if lacking:
+        logger.warning_once(
+            "`rollout_func` returns logprobs without their candidates, so the training model scores the behaviour "
+            "policy's top K: the trust region does not see how the sampling engine differs from it. Return the "
+            "logprobs as `trainer.vllm_generation.generate` gives them, or `topk_token_ids` and `topk_logprobs`."
+        )
+    return lacking
+
+
+def fill_in(behavior: tuple[Tensor, Tensor], scored: tuple[Tensor, Tensor], sampled_logps: Tensor) -> None:
+    """Give the tokens of `behavior` without candidates those of `scored`, keeping their own logprob where finite.
+
+    Args:
+        behavior, scored: ids and log-probabilities, each `(B, T, K+1)`; `behavior` is changed.
+        sampled_logps (`torch.Tensor`): `(B, T)`, what the rollout says of its sampled tokens.
+    """
+    (ids, logps), (scored_ids, scored_logps) = behavior, scored
+    missing = ids[..., 0] < 0
+    ids[missing], logps[missing] = scored_ids[missing].to(ids.dtype), scored_logps[missing].to(logps.dtype)
+    logps[..., 0] = torch.where(missing & sampled_logps.isfinite(), sampled_logps, logps[..., 0])

@@ -1,0 +1,221 @@
+"""What is asked of vLLM, and what it answers: for every sampled token, the candidates that it was sampled among."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate.logging import get_logger
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from .._hooks import TRLCompatibilityError, substituted
+from ..weight_sync.check import differing_tensors
+from ..weight_sync.engine import unquantized_view
+from ..weight_sync.parameters import is_bnb_quantized, lora_model_params
+from ..weight_sync.strategies import FullSync, SyncRecord, choose_sync
+from .candidates import Candidates, TokenLogprob, from_lists, token_logprobs
+
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+logger = get_logger(__name__)  # of the main process
+
+VLLM_DEFAULT_MAX_LOGPROBS = 20
+
+# What comes between the weights and the sampled logprobs, besides temperature. Truncation renormalises them over the
+# tokens that it leaves ...
+_TRUNCATION = {"structured_outputs", "bad_words", "allowed_token_ids", "min_tokens", "thinking_token_budget"}
+# ... and these make them those of another policy
+_RESHAPING = {"repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "extra_args"}
+
+
+def from_vllm_outputs(outputs: list["RequestOutput"]) -> tuple[list[list[list[TokenLogprob]]], None]:
+    """TRL's `extract_logprobs` for requests with flat logprobs: the sampled token first, then its candidates.
+
+    Returns:
+        Log-probabilities of shape `(num_sequences, T, 1)`, and `None` in the place of the ids, which they carry.
+    """
+    sequences = []
+    for completion in (completion for output in outputs for completion in output.outputs):
+        flat, length = completion.logprobs, len(completion.token_ids)
+        shape = (length, len(flat.token_ids) // length if length else 1)
+        ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)
+        sequences.append(token_logprobs(Candidates(ids, np.array(flat.logprobs, dtype=np.float32).reshape(shape))))
+    return sequences, None
+
+
+def check_not_all_nan(logprobs: Sequence[Sequence[float]] | None) -> None:
+    """Refuse a rollout of an engine with NaN weights.
+
+    Raises:
+        ValueError: Every logprob is NaN.
+    """
+    is_nan = (lp != lp for sequence in logprobs or () for lp in sequence)
+    if next(is_nan, False) and all(is_nan):
+        raise ValueError(
+            "Every logprob that vLLM returned is NaN, so its weights are, and what it sampled is not worth training on. "
+            "Resume from a checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+        )
+
+
+class TopKVLLMGeneration(VLLMGeneration):
+    """TRL's vLLM backend, but its logprobs are [`TokenLogprob`]s and its weights come through [`choose_sync`].
+
+    Args:
+        divergence_top_k (`int`): number of the most probable tokens to ask the engine for, besides the sampled one.
+        weight_sync (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"full"` or `"adapter"`.
+        quantization (`str`, *optional*): vLLM's quantization of a colocated engine.
+        kwargs: those of [`~trl.generation.vllm_generation.VLLMGeneration`].
+
+    Attributes:
+        last_sync ([`SyncRecord`] or `None`): what the last weight sync moved, and how long it took.
+    """
+
+    def __init__(
+        self, *, divergence_top_k: int, weight_sync: str = "auto", quantization: str | None = None, **kwargs: Any
+    ):
+        self.divergence_top_k = divergence_top_k
+        self.weight_sync = weight_sync
+        self.quantization = quantization
+        self.last_sync: SyncRecord | None = None
+        self._told_of_truncation = False
+        generation_kwargs = kwargs.get("generation_kwargs") or {}
+        if "logprobs" in generation_kwargs:
+            raise ValueError(
+                f"`generation_kwargs` sets `logprobs` to {generation_kwargs['logprobs']}. Leave it out: "
+                f"`divergence_top_k` ({divergence_top_k}) says how many are needed."
+            )
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if name in generation_kwargs:
+                raise ValueError(
+                    f"`generation_kwargs` sets `{name}` to {generation_kwargs[name]}, of which the loss would not know. "
+                    f"Set the field `{name}` of the config instead."
+                )
+        super().__init__(**kwargs | {"logprobs": divergence_top_k})
+        if not self.samples_from_the_policy:
+            logger.warning(
+                "vLLM samples with penalties or biases (`repetition_penalty`, or one of "
+                f"{', '.join(f'`{name}`' for name in sorted(_RESHAPING))} in `generation_kwargs`), of which the training "
+                "policy knows nothing: ratio and divergence measure them along with the updates, and the sync check is "
+                "off."
+            )
+        if self.mode == "colocate":
+            # Flat logprobs spare a dictionary a token, and nobody reads the candidates' text: vLLM would detokenize
+            # all of them. It needs text to find stop strings.
+            text = {"detokenize": bool(self.generation_kwargs.get("stop"))}
+            self.generation_kwargs = text | self.generation_kwargs | {"flat_logprobs": True}
+        elif self.accelerator.is_main_process:
+            self._check_server()
+
+    def _init_vllm(self) -> None:
+        if not hasattr(vllm_generation, "LLM"):  # without vLLM, TRL says how to install it
+            return super()._init_vllm()
+        self._sync = choose_sync(
+            self.weight_sync,
+            self.model,
+            super()._iter_named_params,
+            colocated=self.mode == "colocate",
+            sharded=self._dist.is_zero3 or self._dist.is_fsdp,
+            base_every_time=self.enable_sleep_mode,
+        )
+        if self.mode != "colocate":
+            return super()._init_vllm()
+        ours: dict[str, Any] = {"max_logprobs": max(self.divergence_top_k, VLLM_DEFAULT_MAX_LOGPROBS)}
+        ours |= self._sync.engine_kwargs
+        if self.quantization is not None:
+            ours["quantization"] = self.quantization
+        LLM, model = vllm_generation.LLM, self.model
+        if is_bnb_quantized(model):
+            self.model, of_quantized = unquantized_view(model)
+            ours |= of_quantized
+        try:
+            with substituted(vllm_generation, LLM=lambda **kwargs: LLM(**kwargs | ours)):
+                super()._init_vllm()
+        finally:
+            self.model = model
+
+    def _check_server(self) -> None:
+        config = self.vllm_client.get_server_info()["model_config"]
+        most, mode = config["max_logprobs"], config["logprobs_mode"]
+        if 0 <= most < self.divergence_top_k:  # -1 is no limit
+            raise ValueError(
+                f"`divergence_top_k` is {self.divergence_top_k}, but the vLLM server returns at most {most} logprobs a "
+                f"token. Restart it with `--max-logprobs {self.divergence_top_k}`, or lower `divergence_top_k`."
+            )
+        if mode != "processed_logprobs":
+            logger.warning(
+                f"The vLLM server runs with `--logprobs-mode {mode}`, so its logprobs are not those of the policy that "
+                "samples the tokens, and the trust region is measured from the wrong place. Restart it with "
+                "`--logprobs-mode processed_logprobs`."
+            )
+
+    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+        """As `VLLMGeneration.generate`, with `logprobs` of shape `(batch_size, T, 1)` that carry their candidates."""
+        with substituted(vllm_generation, extract_logprobs=from_vllm_outputs):
+            prompt_ids, completion_ids, logprobs, token_ids = super().generate(
+                prompts, images, num_generations, profiler=profiler
+            )
+        if self.mode == "server":
+            logprobs, token_ids = from_lists(completion_ids, token_ids, logprobs), None
+        if any(not isinstance(lp[0], TokenLogprob) for sequence in logprobs for lp in sequence[:1]):
+            raise TRLCompatibilityError("TRL's vLLM backend no longer reads logprobs through `extract_logprobs`.")
+        return prompt_ids, completion_ids, logprobs, token_ids
+
+    @property
+    def truncates(self) -> bool:
+        """Some tokens cannot be sampled, and the logprobs of the others are higher for it."""
+        by_probability = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+        return by_probability or bool(self.structured_outputs_regex or _TRUNCATION & set(self.generation_kwargs))
+
+    @property
+    def samples_from_the_policy(self) -> bool:
+        """Nothing but temperature and truncation comes between the weights and the sampled logprobs."""
+        return self.repetition_penalty == 1 and not _RESHAPING & set(self.generation_kwargs)
+
+    def tell_of_truncation(self, bias: float) -> None:
+        """Say once what truncation does to the log-ratio of a policy that is not renormalised: `bias`, in nats."""
+        if not self._told_of_truncation:
+            self._told_of_truncation = True
+            logger.warning(
+                "vLLM's sampling is truncated (`top_p`, `top_k`, `min_p`, structured outputs and the like), which "
+                "renormalises its logprobs over the tokens that survive; the training policy's are not. Here that adds "
+                f"{bias:+.3f} nats to a token's log-ratio on average, and its like to the divergence. "
+                "`sampling_support='replay'` removes it."
+            )
+
+    def suspects(self) -> list[str]:
+        """Names of the tensors in which a colocated engine differs from the trainer. Nothing is known of a server, of an
+        engine that sleeps, and so has no weights, nor of one whose layers are in parts."""
+        if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
+            return []
+        # The base, where the adapter is served beside it
+        sync = self._sync
+        params = sync.params() if isinstance(sync, FullSync) else lora_model_params(self.model, merged=False)
+        return differing_tensors(self.llm, params)
+
+    def sync_weights(self) -> None:
+        """As `VLLMGeneration.sync_weights`; `last_sync` tells what it took.
+
+        Raises:
+            TRLCompatibilityError: TRL no longer asks for the weights where this class hands them over.
+        """
+        self._moved: int | None = None
+        start = perf_counter()
+        super().sync_weights()
+        if self._moved is None:
+            raise TRLCompatibilityError("`VLLMGeneration.sync_weights` no longer calls `_iter_named_params`.")
+        self.last_sync = SyncRecord(self._sync.mode, self._moved, perf_counter() - start)
+
+    def _iter_named_params(self):
+        # Stock `sync_weights` loads what this yields, one by one, into the live modules. A colocated engine has taken
+        # everything through its own reload by the time there is nothing left to yield.
+        if self.mode == "colocate":
+            self._moved = self._sync.push(self.llm)
+            return
+        assert isinstance(self._sync, FullSync), "a server takes nothing else"
+        self._moved = 0
+        for name, param in self._sync.params():
+            self._moved += param.nbytes
+            yield name, param
