@@ -14,7 +14,6 @@ import torch
 
 from tests import fault_run
 from tests.fault_run import COMPLETE, INCOMPLETE
-from tests.helpers.processes import free_port
 
 
 pytestmark = pytest.mark.slow
@@ -123,9 +122,8 @@ def test_interrupted_from_the_keyboard(start, tmp_path, uninterrupted):
 
 
 @pytest.mark.vllm
-def test_killed_in_a_weight_sync_and_interrupted_in_the_next_run(start, tmp_path, monkeypatch):
+def test_killed_in_a_weight_sync_and_interrupted_in_the_next_run(start, tmp_path):
     """With vLLM and an adapter in shared memory: the next start removes what a killed run left there."""
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     before = set(fault_run.in_shared_memory())
     assert start("sync", use_vllm=True) == (-9, None)
     (left,) = set(fault_run.in_shared_memory()) - before
