@@ -93,8 +93,8 @@ WORDS = [
 ]
 
 
-def synthetic_run(folder, steps=1000, completions=16, length=200, seed=0):
-    """A run that never was: plausible logs of `steps` steps, and records of `completions` completions at each."""
+def synthetic_run(folder, steps=1000, completions=16, length=200, recorded=None, seed=0):
+    """A run that never was: plausible logs of `steps` steps, and records of completions at the last `recorded` ones."""
     rng = np.random.default_rng(seed)
     progress, noise = np.linspace(0, 1, steps), rng.normal(size=(8, steps))
     mean = 0.002 + 0.05 * progress**2 * np.exp(0.2 * noise[0])
@@ -128,7 +128,7 @@ def synthetic_run(folder, steps=1000, completions=16, length=200, seed=0):
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     (folder / FOLDER).mkdir()
     n = completions * length
-    for step in range(1, steps + 1):
+    for step in range(steps - (steps if recorded is None else recorded) + 1, steps + 1):
         divergence = rng.lognormal(np.log(mean[step - 1]), 1.5, n)
         change, advantage = rng.normal(size=n), np.repeat(rng.normal(size=completions), length)
         outer = divergence > THRESHOLD

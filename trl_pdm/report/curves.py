@@ -107,8 +107,7 @@ def draw(drawn: Figure, runs: list[Run], theme: str) -> bytes | None:
         "lines.linewidth": 1.5, "lines.markersize": 3.5, "text.parse_math": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
-        width, height = SIZE
-        figure = matplotlib.figure.Figure(figsize=(width, height * (1 + len(plots)) / 2), layout="constrained")
+        figure = matplotlib.figure.Figure(figsize=SIZE, layout="constrained")
         figure.suptitle(drawn.title, x=0.01, ha="left", fontweight="bold", fontsize=11)
         axes = figure.subplots(len(plots), sharex=True, squeeze=False)[:, 0]
         for axis, plot in zip(axes, plots, strict=True):
@@ -160,6 +159,8 @@ def _plot(axes, plot: Curves, runs: list[Run], theme: str) -> None:
             handles.append(Line2D([], [], color=ink, label="threshold", **THRESHOLD_LINE))
     if plot.log:
         _logarithmic(axes, values_drawn)
+    elif plot.percent:
+        axes.set_ylim(0, None if any(values_drawn) else 1)
     divergences = {run.settings["divergence"] for run in runs if "divergence" in run.settings}
     axes.set_ylabel(UNITS[divergences.pop()] if is_divergence and len(divergences) == 1 else plot.unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

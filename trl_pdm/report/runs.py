@@ -6,7 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+from pyarrow.parquet import ParquetFile
 
 from .records import SETTINGS_FILE, record_files
 
@@ -78,12 +80,13 @@ def load_run(path: Path, name: str) -> Run:
         )
     quantiles, settings = {}, {}
     for step, file in record_files(path).items():
-        table = pd.read_parquet(file, columns=["divergence", "trained_on"])
-        quantiles[step] = table.loc[table["trained_on"], "divergence"].quantile(list(BAND))
+        table = ParquetFile(file).read(["divergence", "trained_on"], use_threads=False).to_pandas()
+        divergence = table.loc[table["trained_on"], "divergence"].dropna().to_numpy()
+        quantiles[step] = np.quantile(divergence, BAND) if len(divergence) else [math.nan] * len(BAND)
         settings = table.attrs
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         settings = settings | json.loads((path / SETTINGS_FILE).read_text())
-    return Run(path, name, history, pd.DataFrame(quantiles).T if quantiles else None, settings)
+    return Run(path, name, history, pd.DataFrame.from_dict(quantiles, "index", columns=BAND) if quantiles else None, settings)
 
 
 def differences(runs: list[Run]) -> dict[str, list[str]]:
