@@ -16,12 +16,12 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from tests.report.runs import write_log, write_page
+from tests.report.runs import synthetic_run, write_log, write_page
 from trl_pdm.report import ReportError, write_report
 from trl_pdm.report.__main__ import main
 from trl_pdm.report.curves import COLOURS, FIGURES
 from trl_pdm.report.records import record_files
-from trl_pdm.report.runs import load_run
+from trl_pdm.report.runs import differences, load_run
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,9 @@ def test_curves_show_what_was_logged(trained, tmp_path, monkeypatch):
         assert entries, name
         return [entry["step"] for entry in entries], [entry[name] * scale for entry in entries]
 
+    def where_logged(*names, scale=1):
+        return [logged(name, scale) for name in names if any(name in entry for entry in trainer.state.log_history)]
+
     both_themes = {title: lines[: len(lines) // 2] for title, lines in drawn.items()}
     assert both_themes == {
         "Reward": [logged("reward")],
@@ -56,7 +59,11 @@ def test_curves_show_what_was_logged(trained, tmp_path, monkeypatch):
             logged("trust_region/divergence_mean"), logged("trust_region/divergence_max")
         ],
         "Outside the trust region, and masked": [
-            logged(f"trust_region/{name}", 100) for name in ("outside", "masked_positive", "masked_negative")
+            *(logged(f"trust_region/{name}", 100) for name in ("outside", "masked_positive", "masked_negative")),
+            *where_logged("trust_region/outside_half", "trust_region/outside_double", scale=100),
+        ],
+        "Entropy of the policy": [
+            logged("entropy"), *where_logged("trust_region/entropy_drift", "trust_region/entropy_drift_unmasked")
         ],
         "Predicted change and ratio point opposite ways": [logged("trust_region/direction_disagreement", 100)],
         "Right about where the divergence went": [
@@ -107,6 +114,41 @@ def test_of_several_logs_the_one_that_goes_furthest_counts(tmp_path):
     assert load_run(tmp_path, "run").last_step == 4
     write_log(tmp_path, [{"step": 5, "reward": 1.0}])
     assert load_run(tmp_path, "run").last_step == 5
+
+
+def test_a_run_alone_shows_more_than_several_in_one_figure(tmp_path):
+    names = [f"trust_region/{name}" for name in ("outside", "outside_half", "outside_double")]
+    log = [dict.fromkeys(names, 0.1) | {"step": step} for step in (1, 2)]
+    runs = [load_run(write_log(tmp_path / name, log), name) for name in "ab"]
+    (plot,) = FIGURES["mask"].plots
+    assert plot.logged(runs[:1]) == names and plot.logged(runs) == names[:1]
+
+
+def test_settings_in_which_runs_differ_are_named(tmp_path):
+    same = {"beta": 0.0, "output_dir": "anywhere", "reward_funcs": ["accuracy"]}
+    settings = [
+        same | {"divergence_threshold": 0.15, "direction": "predictive", "learning_rate": 1e-6},
+        same | {"divergence_threshold": 0.03, "direction": "ratio", "learning_rate": 1e-6, "output_dir": "elsewhere"},
+        {"learning_rate": 1e-6},  # of an older version, say
+    ]
+    for name, values in zip("abc", settings, strict=True):
+        write_log(tmp_path / name, LOG)
+        (tmp_path / name / "run_settings.json").write_text(json.dumps(values))
+    assert differences([load_run(tmp_path / name, name) for name in "abc"]) == {
+        "divergence_threshold": ["0.15", "0.03", "\u2013"],
+        "direction": ['"predictive"', '"ratio"', "\u2013"],
+    }
+    text = write_report(tmp_path / "a", [tmp_path / "b"]).read_text()
+    assert "<th>divergence_threshold</th><td>0.15</td><td>0.03</td>" in text and "learning_rate" not in text
+    assert "Settings in which they differ" not in write_report(tmp_path / "a").read_text()
+
+
+@pytest.mark.parametrize("left", ["", "{", "[1]", None])
+def test_unreadable_settings_are_none(tmp_path, left):
+    write_log(tmp_path, LOG)
+    if left is not None:
+        (tmp_path / "run_settings.json").write_text(left)
+    assert load_run(tmp_path, "run").settings == {}
 
 
 LOG = [{"step": 1, "reward": 0.0}]
@@ -172,8 +214,8 @@ def browser(tmp_path_factory):
     browser.quit()
 
 
-def look_at(browser, page, theme="light", width=1280):
-    media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+def look_at(browser, page, theme="light", width=1280, media=""):
+    media = {"media": media, "features": [{"name": "prefers-color-scheme", "value": theme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     size = dict(width=width, height=900, deviceScaleFactor=1, mobile=False)
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -247,6 +289,46 @@ def test_tooltips_come_by_mouse_and_keyboard(browser, page):
         assert f"token {row.position} " in shown
         width = browser.execute_script("return document.documentElement.scrollWidth")
         assert width <= 360, "a tooltip widens the page"
+
+
+def test_the_tooltip_of_a_completions_last_token_is_not_cut_off(browser, page):
+    """It stands over the end of its completion, which clips what it holds."""
+    look_at(browser, page, width=360)
+    last = browser.find_elements("css selector", "article .token:last-of-type")[0]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", last)
+    box = browser.execute_script(
+        "const r = arguments[0].querySelector('.tip').getBoundingClientRect(); return [r.left, r.top, r.width, r.height]",
+        last,
+    )
+    ink = browser.execute_script("return getComputedStyle(document.body).color")
+    left, top, width, height = map(round, box)
+    screen = Image.open(BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+    for y in (top + 2, top + height - 3):
+        assert "rgb({}, {}, {})".format(*screen.getpixel((left + width - 3, y))) == ink
+
+
+def test_printed_it_is_light_and_without_tooltips(browser, page):
+    look_at(browser, page, theme="dark", media="print")
+    focused = browser.find_elements("class name", "token")[0]
+    browser.execute_script("arguments[0].focus()", focused)
+    assert browser.execute_script("return getComputedStyle(document.body).color") == "rgb(31, 35, 40)"
+    assert not tip(browser, focused)
+    shown = browser.execute_script("return [...document.images].map(i => i.currentSrc == i.src)")
+    assert shown and all(shown), "the light figures are the fallback"
+    for kind in ("outside", "masked"):
+        key = f"getComputedStyle(document.querySelector('.token.{kind}'))"
+        assert browser.execute_script(f"return {key}.printColorAdjust") == "exact"
+
+
+def test_a_long_run_loads_in_two_seconds(browser, tmp_path):
+    """1,000 steps and 16 completions, of 500 tokens each: the best of three, as other processes take their time too."""
+    page = write_report(synthetic_run(tmp_path / "long", steps=1000, completions=16, length=500, recorded=3))
+    seconds = []
+    for _ in range(3):
+        look_at(browser, page)
+        loaded = "return performance.getEntriesByType('navigation')[0].loadEventEnd / 1000"
+        seconds.append(browser.execute_script(loaded))
+    assert len(browser.find_elements("css selector", "article")) == 16 and 0 < min(seconds) < 2
 
 
 HOSTILE = [

@@ -1,5 +1,6 @@
 """Token records against full logits, and what of them reaches the disk."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -14,7 +15,8 @@ from tests.report.runs import SCHEDULE, THRESHOLD, write_page
 from tests.test_trainer import B, make_batch, make_trainer, trainer_gradients
 from tests.test_trainer_run import run
 from trl_pdm import PDMGRPOConfig
-from trl_pdm.report.records import FOLDER, TokenRecords, record_files, token_texts
+from trl_pdm.report.records import FOLDER, TokenRecords, record_files, token_texts, write_settings
+from trl_pdm.report.runs import load_run
 
 
 def test_records_are_what_full_logits_say(trained):
@@ -40,6 +42,16 @@ def test_recording_changes_nothing(trained, tmp_path):
     for expected, actual in zip(without.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(actual, expected)
     assert not (tmp_path / FOLDER).exists(), "records are opt-in"
+
+
+def test_settings_are_left_without_secrets(trained, tmp_path):
+    trainer, folder, _ = trained
+    settings = json.loads((folder / "run_settings.json").read_text())
+    expected = {"divergence_threshold": THRESHOLD, "direction": "predictive", "learning_rate": 2e-3, "processes": 1}
+    assert expected.items() <= settings.items() and settings["reward_funcs"] == ["count_ones"]
+    assert load_run(folder, "run").settings == settings
+    write_settings(PDMGRPOConfig(tmp_path, use_cpu=True, hub_token="hf_secret"), model="m")
+    assert "hf_secret" not in (tmp_path / "run_settings.json").read_text()
 
 
 def recorded(trainer, batch):

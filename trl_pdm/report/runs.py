@@ -86,7 +86,9 @@ def load_run(path: Path, name: str) -> Run:
         settings = table.attrs
     with suppress(OSError, ValueError, TypeError):
         settings = settings | json.loads((path / SETTINGS_FILE).read_text())
-    return Run(path, name, history, pd.DataFrame.from_dict(quantiles, "index", columns=BAND) if quantiles else None, settings)
+    return Run(
+        path, name, history, pd.DataFrame.from_dict(quantiles, "index", columns=BAND) if quantiles else None, settings
+    )
 
 
 def differences(runs: list[Run]) -> dict[str, list[str]]:
