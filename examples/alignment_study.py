@@ -51,7 +51,7 @@ from tasks import addition, warm_start
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging, set_seed
 
-from trl_pdm import assess
+from trl_pdm import Evidence, TrustRegion
 
 
 RATIO_MAX = 20.0  # C
@@ -60,9 +60,10 @@ LOGP_FLOOR = -100.0
 LOGITS_AT_ONCE = 2**23  # sequences go through the model in chunks: 32 MiB a tensor, which malloc still keeps for reuse
 RESAMPLES = 2000
 
-# (direction, tail estimator) of `assess`; "full" is the prediction over the whole vocabulary, computed here.
+# (direction, tail estimator) of the region; "full" is the prediction over the whole vocabulary, computed here.
 DIRECTIONS = {
     "ratio": dict(direction="ratio", tail_estimator="aggregated"),
+    "none": dict(direction="none", tail_estimator="aggregated"),  # every token outside is masked
     "aggregated": dict(direction="predictive", tail_estimator="aggregated"),
     "uniform": dict(direction="predictive", tail_estimator="uniform"),
     "exact": dict(direction="predictive", tail_estimator="exact"),
@@ -146,7 +147,7 @@ def chunks(rows, vocab_size):
 
 @torch.no_grad()
 def measure(behavior, model, rows, args, only_divergence=False):
-    """Of each completion token: `D` for each divergence and, unless `only_divergence`, the evidence for `assess`, the
+    """Of each completion token: `D` for each divergence and, unless `only_divergence`, the evidence, the
     prediction over the whole vocabulary and the change of `D` by a step of that token alone. Arrays with `(N, ...)` rows."""
     records = []
     for chunk in chunks(rows, model.config.get_text_config().vocab_size):
@@ -176,11 +177,23 @@ def measure(behavior, model, rows, args, only_divergence=False):
 
 
 def assess_records(records, vocab_size, divergence, threshold, top_k, direction, tail_estimator):
-    """`assess` over the first `top_k` candidates of what `measure` returned."""
-    choices = dict(divergence=divergence, support="topk", proximity="divergence", direction=direction)
-    choices |= dict(tail_estimator=tail_estimator, threshold_low=threshold, threshold_high=threshold)
-    evidence = (records[name][..., : top_k + 1] for name in ("behavior", "policy", "valid"))
-    return assess(*evidence, records["sum_sq"], vocab_size, records["advantage"], **choices)
+    """The assessment over the first `top_k` candidates of what `measure` returned."""
+    region = TrustRegion(
+        divergence=divergence,
+        direction=direction,
+        tail_estimator=tail_estimator,
+        threshold_low=threshold,
+        threshold_high=threshold,
+    )
+    behavior, policy, valid = (records[name][..., : top_k + 1] for name in ("behavior", "policy", "valid"))
+    evidence = Evidence(
+        behavior_logps=behavior,
+        policy_logps=policy,
+        valid=valid,
+        vocab_size=vocab_size,
+        policy_sum_sq=records["sum_sq"],
+    )
+    return region.assess(evidence, records["advantage"])
 
 
 # ---- One seed: a rollout, and training on it
@@ -390,7 +403,9 @@ def report(summary, runs, args):
 
 def draw(summary, title, path):
     """Agreement with what happened, a panel for each truth."""
-    colors = dict(zip(DIRECTIONS, ["#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#000000"], strict=True))  # Okabe-Ito
+    colors = dict(
+        zip(DIRECTIONS, ["#d55e00", "#999999", "#e69f00", "#56b4e9", "#0072b2", "#000000"], strict=True)
+    )  # Okabe-Ito
     box = dict(boxstyle="round,pad=0.1", fc="white", ec="none")
     rows = summary[(summary.breakdown == "headline") & (summary.subset == "all")].set_index("direction")
     figure, axes = plt.subplots(1, len(TRUTHS), sharex=True, sharey=True, figsize=(11, 4.2), layout="constrained")

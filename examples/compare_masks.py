@@ -1,4 +1,4 @@
-"""What do the trust region's masks do to training? Five masks, five regimes, two tasks, the same seeds for each.
+"""What do the trust region's masks do to training? Six masks, five regimes, two tasks, the same seeds for each.
 
     python examples/compare_masks.py
 
@@ -34,7 +34,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product, repeat
 from pathlib import Path
@@ -57,13 +57,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import TrlParser
 from trl.rewards import accuracy_reward
 
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer, trust_region
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer, TrustRegion
+from trl_pdm.trust_region import TAIL_ESTIMATORS
 
 
 # A threshold that no divergence reaches masks nothing.
 MASKS = {
     "pdm": dict(proximity="divergence", direction="predictive"),
     "dppo": dict(proximity="divergence", direction="ratio"),
+    "symmetric": dict(proximity="divergence", direction="none"),
     "grpo": dict(proximity="ratio", direction="ratio"),
     "ratio_predictive": dict(proximity="ratio", direction="predictive"),
     "none": dict(proximity="divergence", direction="predictive", divergence_threshold=1e9),
@@ -77,8 +79,10 @@ REGIMES = {
     "int8": dict(steps=8, rate=1, precision="int8", sync_every=1, vllm={"vllm_quantization": "fp8"}),
     "stale": dict(steps=4, rate=2, precision="float32", sync_every=4, vllm=None),
 }
-COLORS = dict(zip(MASKS, ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#555555"], strict=True))  # Okabe and Ito's
-LINES = dict(zip(MASKS, ["-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)), ":"], strict=True))
+COLORS = dict(
+    zip(MASKS, ["#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#555555"], strict=True)
+)  # Okabe and Ito's
+LINES = dict(zip(MASKS, ["-", "--", (0, (1, 1)), "-.", (0, (4, 1, 1, 1, 1, 1)), ":"], strict=True))
 EVALUATIONS = 6  # on the held-out problems, after the first
 LOGGED = "divergence_mean topk_mass_behavior outside masked masked_positive masked_negative direction_disagreement"
 LOGGED = ["entropy", *(f"trust_region/{name}" for name in LOGGED.split())]
@@ -107,7 +111,7 @@ class StudyArguments:
     divergence_threshold: float = field(default=0.15, metadata={"help": "Of the masks whose proximity is divergence."})
     epsilon: float = field(default=0.2, metadata={"help": "Of the masks whose proximity is the ratio."})
     divergence_top_k: int = field(default=5, metadata={"help": "20 of 98 characters would leave no tail to speak of."})
-    tail_estimator: str = field(default="exact", metadata=choices(trust_region.TAIL_ESTIMATORS))
+    tail_estimator: str = field(default="exact", metadata=choices(TAIL_ESTIMATORS))
     warm_start_accuracy: float = field(default=0.4, metadata={"help": "Accuracy at which supervised training ends."})
     held_out: int = field(default=128, metadata={"help": "Problems to measure accuracy on."})
     output_dir: str = field(default="outputs/compare_masks", metadata={"help": "For the tables and the figure."})
@@ -231,22 +235,24 @@ class Engine:
 
 def counting(counts, threshold):
     """
-    `trust_region.assess`, which also counts what both masks of the divergence would do, whichever one trains.
+    `TrustRegion.assess`, which also counts what both masks of the divergence would do, whichever one trains, where the
+    behaviour policy's candidates are known: GRPO's mask does not ask for them.
 
     Args:
         counts (`Tensor`): `(4,)`, tokens that only PDM's mask drops, only DPPO's, both, and all that were sampled.
         threshold (`float`): the divergence's, for these two masks.
     """
-    assess, radius = trust_region.assess, dict(threshold_low=threshold, threshold_high=threshold)
+    assess = TrustRegion.assess
 
-    def assess_and_count(behavior_logps, *others, **choices):
-        pdm, dppo = (
-            ~assess(behavior_logps, *others, **choices | radius | dict(proximity="divergence", direction=name)).keep
-            for name in ("predictive", "ratio")
-        )
-        tokens = behavior_logps[..., 0].isfinite()  # padding is neither counted nor dropped
-        counts.add_(torch.stack([x.sum() for x in (pdm & ~dppo, dppo & ~pdm, pdm & dppo, tokens)]).cpu())
-        return assess(behavior_logps, *others, **choices)
+    def assess_and_count(region, evidence, *others):
+        if evidence.valid.shape[-1] > 1:
+            same = replace(region, proximity="divergence", threshold_low=threshold, threshold_high=threshold)
+            pdm, dppo = (
+                ~assess(replace(same, direction=name), evidence, *others).keep for name in ("predictive", "ratio")
+            )
+            tokens = evidence.behavior_logps[..., 0].isfinite()  # padding is neither counted nor dropped
+            counts.add_(torch.stack([x.sum() for x in (pdm & ~dppo, dppo & ~pdm, pdm & dppo, tokens)]).cpu())
+        return assess(region, evidence, *others)
 
     return assess_and_count
 
@@ -290,7 +296,14 @@ def run(task, regime, mask, seed, args):
     every = args.max_steps // EVALUATIONS
     same = ["output_dir", "max_steps", "num_generations", "max_completion_length", "temperature"]
     same += ["divergence_threshold", "epsilon", "divergence_top_k", "tail_estimator"]
-    fixed = dict(lr_scheduler_type="constant", dataloader_pin_memory=False, logging_steps=every, disable_tqdm=True)
+    # The realized alignment is not asked about: with it the sum of squares is there, whichever mask trains
+    fixed = dict(
+        log_realized_alignment=True,
+        lr_scheduler_type="constant",
+        dataloader_pin_memory=False,
+        logging_steps=every,
+        disable_tqdm=True,
+    )
     config = PDMGRPOConfig(
         learning_rate=args.learning_rate * regime_is["rate"],
         steps_per_generation=regime_is["steps"],
@@ -308,7 +321,7 @@ def run(task, regime, mask, seed, args):
     policy, counts = trainer.accelerator.unwrap_model(trainer.model), torch.zeros(4)
     accuracy = Accuracy(every, policy, tokenizer, held_out, reward, args.max_completion_length)
     trainer.add_callback(accuracy)
-    with patch.object(trust_region, "assess", counting(counts, args.divergence_threshold)):
+    with patch.object(TrustRegion, "assess", counting(counts, args.divergence_threshold)):
         trainer.train()
     curve, logs = np.array(accuracy.curve), pd.DataFrame(trainer.state.log_history)
     row = dict(task=task, regime=regime, mask=mask, seed=seed, final=curve[-1])
@@ -316,7 +329,10 @@ def run(task, regime, mask, seed, args):
     row |= {metric.split("/")[-1]: logs.get(metric, pd.Series(dtype=float)).mean() for metric in LOGGED}
     row["tail_mass"] = 1 - row.pop("topk_mass_behavior")
     *dropped, tokens = counts.tolist()
-    row |= {name: n / tokens for name, n in zip(("pdm_only", "dppo_only", "both"), dropped, strict=True)}
+    row |= {
+        name: n / tokens if tokens else math.nan
+        for name, n in zip(("pdm_only", "dppo_only", "both"), dropped, strict=True)
+    }
     return row | {f"accuracy_{step * every}": height for step, height in enumerate(curve)}
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from trl_pdm import trust_region
+from trl_pdm import Evidence, TrustRegion
 
 from .helpers import tiny
 
@@ -129,14 +129,21 @@ def test_both_masks_are_counted_whichever_trains():
     ids = torch.stack([torch.randperm(vocab)[:6] for _ in range(n)])
     behavior, logps, sum_sq = behavior.gather(1, ids), policy.gather(1, ids), policy.exp().square().sum(1)
     behavior[: n // 4, 0] = torch.nan  # padding
-    tokens = behavior, logps, torch.ones_like(ids, dtype=torch.bool), sum_sq, vocab, torch.randn(n)
-    choices = dict(divergence="kl", support="topk", tail_estimator="exact", proximity="ratio", direction="ratio")
+    evidence = Evidence(
+        behavior_logps=behavior,
+        policy_logps=logps,
+        valid=torch.ones_like(ids, dtype=torch.bool),
+        vocab_size=vocab,
+        policy_sum_sq=sum_sq,
+    )
+    advantage = torch.randn(n)
+    region = TrustRegion(proximity="ratio", direction="ratio", threshold_low=0.2, threshold_high=0.3)
     counts = torch.zeros(4)
-    assessed = compare_masks.counting(counts, 0.1)(*tokens, **choices, threshold_low=0.2, threshold_high=0.3)
-    expected = trust_region.assess(*tokens, **choices, threshold_low=0.2, threshold_high=0.3)
+    assessed = compare_masks.counting(counts, 0.1)(region, evidence, advantage)
+    expected = region.assess(evidence, advantage)
     assert torch.equal(assessed.keep, expected.keep), "what trains is not changed"
     # By the definitions, from the divergence and its predicted change
-    advantage, log_ratio = tokens[-1], logps[:, 0] - behavior[:, 0]
+    log_ratio = logps[:, 0] - behavior[:, 0]
     outside = expected.divergence > 0.1
     pdm, dppo = outside & (advantage * expected.predicted_change > 0), outside & (advantage * log_ratio > 0)
     assert counts.tolist() == [(pdm & ~dppo).sum(), (dppo & ~pdm).sum(), (pdm & dppo).sum(), n - n // 4]

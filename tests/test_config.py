@@ -50,7 +50,7 @@ def test_help_and_docstring_explain_each_field():
         ("divergence", "js", "one of 'kl', 'tv', 'reverse_kl'"),
         ("divergence_support", "full", "one of 'topk', 'binary'"),
         ("proximity", "kl", "one of 'divergence', 'ratio'"),
-        ("direction", "up", "one of 'predictive', 'ratio'"),
+        ("direction", "up", "one of 'predictive', 'ratio', 'none'"),
         ("tail_estimator", "zero", "one of 'exact', 'uniform', 'aggregated'"),
         ("divergence_threshold", 0.0, "a positive, finite number"),
         ("divergence_threshold", -0.1, "a positive, finite number"),
@@ -76,6 +76,90 @@ def test_the_second_correction_is_off_and_says_so(caplog):
         config = PDMGRPOConfig(use_cpu=True, use_vllm=True)
     assert config.vllm_importance_sampling_correction is False
     assert "`vllm_importance_sampling_correction` is switched off" in caplog.text
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"proximity": "ratio", "loss_type": "cispo"}, "`loss_type='cispo'`"),
+        ({"proximity": "ratio", "loss_type": "luspo"}, "`loss_type='luspo'`"),
+        ({"proximity": "ratio", "loss_type": "grpo", "delta": 1.5}, "`delta=1.5`"),
+        ({"proximity": "ratio", "loss_type": "dapo", **SEQUENCE}, "`importance_sampling_level='sequence'`"),
+    ],
+)
+def test_an_epsilon_of_two_meanings_is_refused(options, named):
+    with pytest.raises(ValueError, match=f"`proximity='ratio'` does not go with {named}.*Set"):
+        PDMGRPOConfig(use_cpu=True, **options)
+
+
+@pytest.mark.parametrize("loss_type", ["sapo", "vespo", "grpo"])
+def test_an_epsilon_of_one_meaning_is_not(loss_type):
+    assert PDMGRPOConfig(use_cpu=True, proximity="ratio", loss_type=loss_type).trust_region.threshold_low == 0.2
+
+
+RATIO = {"proximity": "ratio", "direction": "ratio"}
+
+
+@pytest.mark.parametrize(
+    "options, idle",
+    [
+        ({"epsilon": 0.1, "epsilon_high": 0.28}, {"epsilon", "epsilon_high"}),
+        ({"epsilon_high": 0.28, "loss_type": "sapo"}, {"epsilon_high"}),
+        ({"epsilon_high": 0.28, "loss_type": "cispo"}, set()),
+        ({"epsilon_high": 0.28, "delta": 1.5}, set()),
+        ({"tail_estimator": "uniform", "direction": "ratio"}, {"tail_estimator"}),
+        ({"tail_estimator": "uniform", "direction": "none"}, {"tail_estimator"}),
+        ({"tail_estimator": "uniform", "divergence_support": "binary"}, {"tail_estimator"}),
+        ({"divergence_top_k": 5, "divergence_support": "binary"}, {"divergence_top_k"}),
+        ({"divergence_threshold": 0.05, "divergence_threshold_high": 0.1, **RATIO}, {"divergence_threshold", "divergence_threshold_high"}),
+        ({"divergence": "tv", "divergence_top_k": 5, **RATIO}, {"divergence", "divergence_top_k"}),
+        ({"divergence_support": "binary", "proximity": "ratio", "direction": "none"}, {"divergence_support"}),
+        ({"divergence": "tv", "divergence_top_k": 5, "proximity": "ratio"}, set()),
+        ({"divergence_threshold": 0.05, "proximity": "ratio"}, {"divergence_threshold"}),
+        ({"importance_ratio_max": 5.0, "loss_type": "sapo"}, {"importance_ratio_max"}),
+        ({"importance_ratio_max": 5.0, **SEQUENCE}, {"importance_ratio_max"}),
+        ({"importance_ratio_max": 5.0}, set()),
+        ({"log_realized_alignment": True}, {"log_realized_alignment"}),
+        ({"sync_check_steps": 5, "sync_check_threshold": 0.1}, {"sync_check_steps", "sync_check_threshold"}),
+        ({"vllm_weight_sync": "full", "vllm_quantization": "fp8"}, {"vllm_weight_sync", "vllm_quantization"}),
+        ({"sync_check_threshold": 0.1, "sync_check_steps": 0, "use_vllm": True}, {"sync_check_threshold"}),
+        ({"divergence_top_k": 5, "divergence_support": "binary", "sampling_support": "replay", "use_vllm": True}, set()),
+        ({}, set()),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_named_in_one_warning(options, idle, caplog):
+    config = PDMGRPOConfig(use_cpu=True, **options)
+    assert set(config.without_effect()) == idle
+    with caplog.at_level(logging.WARNING, logger="trl_pdm"):
+        config.warn_of_options_without_effect()
+    warnings = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert len(warnings) == bool(idle)
+    for name in idle:
+        assert f"`{name}={getattr(config, name)!r}`, as " in warnings[0]
+
+
+def test_a_plain_config_with_a_clip_of_its_own_is_told_that_the_mask_replaces_it():
+    config = PDMGRPOConfig.from_grpo(GRPOConfig(use_cpu=True, epsilon_high=0.28))
+    assert set(config.without_effect()) == {"epsilon_high"}
+
+
+@pytest.mark.parametrize(
+    "options, candidates, sum_sq",
+    [
+        ({}, 20, True),
+        ({"direction": "ratio"}, 20, False),
+        ({"divergence_support": "binary"}, 0, False),
+        ({"proximity": "ratio", "direction": "ratio"}, 0, False),
+        ({"proximity": "ratio", "direction": "ratio", "sampling_support": "replay", "use_vllm": True}, 20, False),
+        ({"direction": "ratio", "log_realized_alignment": True}, 20, True),
+    ],
+)
+def test_no_more_is_asked_of_engine_and_head_than_the_mask_reads(options, candidates, sum_sq):
+    config = PDMGRPOConfig(use_cpu=True, **options)
+    assert (config.candidates, config.needs_sum_sq) == (candidates, sum_sq)
 
 
 def test_a_plain_grpo_config_keeps_what_was_set():

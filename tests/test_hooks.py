@@ -91,6 +91,21 @@ def test_advantages_read_before_scoring(tmp_path, monkeypatch):
         trainer.compute_loss(trainer.model, batch)
 
 
+def test_advantages_read_too_early_by_a_subclass_of_the_user(tmp_path):
+    """The user's method is named, and where the advantages are, instead of blaming TRL."""
+
+    class MyTrainer(PDMGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return inputs["advantages"].sum()
+
+    trainer = make_trainer(tmp_path, MyTrainer)
+    batch, _ = make_batch(trainer.model)
+    with pytest.raises(
+        RuntimeError, match=r"`MyTrainer._compute_loss` reads `inputs\['advantages'\]` before the forward"
+    ):
+        trainer.compute_loss(trainer.model, batch)
+
+
 def test_loss_that_never_scores(tmp_path, monkeypatch):
     """A `_compute_loss` that does not score is refused."""
     trainer = make_trainer(tmp_path)
@@ -119,7 +134,7 @@ def test_behaviour_logprobs_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, model, inputs: loss(self, model, _watch(inputs)))
 
     def _watch(inputs):
-        trainer._loss_inputs = watched = Watched(inputs)
+        trainer._phase.given = watched = Watched(inputs)
         return watched
 
     trainer.current_gradient_accumulation_steps = 1

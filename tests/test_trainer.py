@@ -104,11 +104,78 @@ def test_shaped_losses_are_stocks_times_the_mask(tmp_path, shape):
 
     narrow = make_trainer(tmp_path / "narrow", divergence_threshold=0.01, **shape)
     keep = reference_keep(stock.model, batch, mu, threshold=0.01)
-    # Stock takes token-level advantages from subclasses: zero ones are what a masked token is
-    masked = {**batch, "advantages": batch["advantages"][:, None] * keep}
+    # Stock takes token-level advantages from subclasses: zero ones are what a masked token is. Where a sequence has one
+    # ratio, its logprob is a constant there.
+    masked, score = (
+        {**batch, "advantages": batch["advantages"][:, None] * keep},
+        stock._get_per_token_logps_and_entropies,
+    )
+
+    def detached(*args, **kwargs):
+        logps, *others = score(*args, **kwargs)
+        return torch.where(keep, logps, logps.detach()), *others
+
+    stock._get_per_token_logps_and_entropies = detached
     _, expected_masked = trainer_gradients(stock, masked, pdm=False)
     assert_same(trainer_gradients(narrow, batch)[1], expected_masked, 1e-6)
     assert (expected_masked - expected).norm() > 0.01 * expected.norm(), "the mask must act on this batch"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *({"loss_type": loss_type} for loss_type in [*CLIPPED, "cispo", "sapo", "vespo", "luspo"]),
+        *(
+            {"loss_type": loss_type, "importance_sampling_level": "sequence"}
+            for loss_type in [*CLIPPED, "sapo", "luspo"]
+        ),
+        {"loss_type": "vespo", "importance_sampling_level": "sequence"},
+        {"loss_type": "cispo", "importance_sampling_level": "sequence"},
+        {"loss_type": "grpo", "delta": 1.5},
+        {"loss_type": "grpo", "top_entropy_quantile": 0.5},
+        {"loss_type": "dapo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.5},
+        {"loss_type": "bnpo", "importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.5},
+    ],
+    ids=lambda shape: "-".join(map(str, shape.values())),
+)
+def test_a_masked_token_updates_nothing(tmp_path, shape, monkeypatch):
+    if shape["loss_type"] == "cispo":
+        shape = shape | {"epsilon_high": 5.0}
+    trainer = make_trainer(tmp_path, divergence_threshold=0.01, **shape)
+    batch, mu = make_batch(trainer.model, drift=0.3)
+    keep = reference_keep(trainer.model, batch, mu, threshold=0.01)
+    scored = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    seen, score = [], GRPOTrainer._get_per_token_logps_and_entropies
+
+    def watched(*args, **kwargs):
+        logps, *others = score(*args, **kwargs)
+        logps.retain_grad()
+        seen.append(logps)
+        return logps, *others
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", watched)
+    trainer_gradients(trainer, batch)
+    (gradient,) = (logps.grad for logps in seen)
+    assert (~keep & scored).sum() > 3
+    assert (gradient[~keep] == 0).all()
+    assert (gradient[keep & scored] != 0).any()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("regularizer", [{"beta": 0.5}, {"entropy_coef": 0.3}])
+def test_a_masked_token_keeps_the_gradient_of_the_regularizers(tmp_path, level, regularizer):
+    """Where every token is masked, what is left is the regularizer's own gradient: that of stock without advantages."""
+    # With the bias correction, the weight of a sequence's KL term is that of its policy term: without gradient too
+    options = dict(loss_type="grpo", importance_sampling_level=level, use_bias_correction_kl=level == "token")
+    options |= regularizer
+    ours = make_trainer(tmp_path / "a", divergence_threshold=1e-9, direction="none", **options)
+    stock = make_trainer(tmp_path / "b", GRPOTrainer, **options)
+    batch, _ = make_batch(ours.model)
+    batch["ref_per_token_logps"] = batch["behavior_topk_logps"][..., 0] - 0.5
+    _, actual = trainer_gradients(ours, batch)
+    _, expected = trainer_gradients(stock, {**batch, "advantages": torch.zeros(B)}, pdm=False)
+    assert_same(actual, expected, 1e-6)
 
 
 def test_every_token_masked_gives_zero_gradient(tmp_path):
@@ -235,3 +302,46 @@ def test_metrics_equal_a_count_by_hand(tmp_path):
         "importance_ratio/truncated": totals["cut"] / count,
     }
     assert {name: logs[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_entropy_metrics_equal_a_count_by_hand(tmp_path):
+    """Entropy and its change along each token's own step by autograd on full logits, at the sampling temperature."""
+    trainer = make_trainer(tmp_path, divergence_threshold=0.1, importance_ratio_max=1.3, model=dict(seed=0))
+    batch, mu = make_batch(trainer.model)
+    # All tokens are candidates: nothing of the entropy is estimated
+    vocab = trainer.model.config.vocab_size
+    ids = torch.arange(vocab).expand(*batch["completion_ids"].shape, vocab)
+    sampled = batch["completion_ids"][..., None]
+    batch["behavior_topk_ids"] = torch.cat([sampled, ids.masked_fill(ids == sampled, -1)], -1).int()
+    batch["behavior_topk_logps"] = torch.cat([mu.gather(-1, sampled), mu], -1)
+    trainer_gradients(trainer, batch)
+    logs = {}
+    trainer.log(logs)
+
+    z = full_logps(trainer.model, batch).detach().double().requires_grad_()
+    log_pi = z.log_softmax(-1)
+    entropy = -(log_pi.exp() * log_pi).sum(-1)
+    (gradient,) = torch.autograd.grad(entropy.sum(), z)
+    pi, entropy = log_pi.detach().exp(), entropy.detach()
+    step = torch.nn.functional.one_hot(batch["completion_ids"], vocab) - pi
+    ratio = (pi / mu.double().exp()).gather(-1, sampled)[..., 0]
+    drift = batch["advantages"][:, None] * ratio.clamp(max=1.3) * (gradient * step).sum(-1)
+    # The forward KL over the whole vocabulary, and its change (pi_a - mu_a) + sum_j pi_j (mu_j - pi_j)
+    mu = mu.double().exp()
+    divergence = (mu * (mu.log() - log_pi.detach())).sum(-1)
+    change = (pi - mu).gather(-1, sampled)[..., 0] + (pi * (mu - pi)).sum(-1)
+    inside = divergence <= 0.1
+    keep = inside | (batch["advantages"][:, None] * change <= 0)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    expected = {
+        "entropy_masked": entropy[mask & ~keep].mean(),
+        "entropy_kept": entropy[mask & ~inside & keep].mean(),
+        "entropy_drift": (drift * keep)[mask].mean(),
+        "entropy_drift_unmasked": drift[mask].mean(),
+    }
+    assert {name: logs[f"trust_region/{name}"] for name in expected} == pytest.approx(
+        {name: value.item() for name, value in expected.items()}, rel=1e-4
+    )
+    for name, factor in (("half", 0.5), ("double", 2.0)):
+        share = (divergence[mask] > 0.1 * factor).double().mean().item()
+        assert logs[f"trust_region/outside_{name}"] == pytest.approx(share)

@@ -3,6 +3,9 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,15 +13,17 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.references import batch_of_tokens as batch
+from tests.helpers.references import evidence_of
 from trl_pdm.trust_region import (
     DIRECTIONS,
     DIVERGENCES,
     PROXIMITIES,
     SUPPORTS,
     TAIL_ESTIMATORS,
-    TokenAssessment,
-    assess,
-    summarize,
+    Evidence,
+    TrustRegion,
+    exp_ratio,
 )
 
 
@@ -55,7 +60,11 @@ def make_inputs(behavior_logits, policy_logits, sampled, top_ids, dtype=torch.fl
 
 
 def call(inputs, **changes):
-    return assess(**{**inputs, **DEFAULTS, **changes})
+    """`inputs`: the fields of the evidence, and `advantages`; `changes` of them or of the region."""
+    values = {**inputs, **DEFAULTS, **changes}
+    region = TrustRegion(**{name: values.pop(name) for name in DEFAULTS})
+    advantages, entropy = values.pop("advantages"), values.pop("entropy", None)
+    return region.assess(Evidence(**values), advantages, entropy)
 
 
 def assert_sound(result, shape):
@@ -106,13 +115,8 @@ def test_golden_tail_collision_and_ratio(case):
     for name in DIVERGENCES:
         expected = case["expected"][name]["predicted_change"]["exact"]
         assert call(inputs, divergence=name).predicted_change.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    _, maxima = summarize(
-        call(inputs),
-        *(inputs[k] for k in ("behavior_logps", "policy_logps", "valid", "advantages")),
-        mask=torch.tensor(True),
-        ratio_max=None,
-    )
-    assert maxima["ratio_max"].item() == pytest.approx(case["expected"]["ratio"], rel=1e-9)
+    ratio = exp_ratio(evidence_of(inputs).log_ratio())
+    assert ratio.item() == pytest.approx(case["expected"]["ratio"], rel=1e-9)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -175,6 +179,65 @@ def test_exact_is_the_derivative_of_the_divergence(name, support):
             assert result.divergence.item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
             change = (gradient * step).sum().item()
             assert result.predicted_change.item() == pytest.approx(change, rel=1e-9, abs=1e-12)
+
+
+# The entropy
+
+
+def random_policies(n, vocab_size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(n, 1, generator=generator, dtype=torch.float64) * 4 + 0.5
+    behavior = scale * torch.randn(n, vocab_size, generator=generator, dtype=torch.float64)
+    policy = behavior + torch.randn(n, vocab_size, generator=generator, dtype=torch.float64)
+    sampled = torch.multinomial(behavior.softmax(-1), 1, generator=generator)[:, 0]
+    return behavior, policy, sampled
+
+
+def entropy_change_by_autograd(policy, sampled):
+    """<grad_z H, e_a - pi> on full logits, and H."""
+    z = policy.clone().requires_grad_()
+    log_pi = z.log_softmax(-1)
+    entropy = -(log_pi.exp() * log_pi).sum(-1)
+    (gradient,) = torch.autograd.grad(entropy.sum(), z)
+    step = torch.nn.functional.one_hot(sampled, policy.shape[-1]) - log_pi.detach().exp()
+    return (gradient * step).sum(-1), entropy.detach()
+
+
+@pytest.mark.parametrize("estimator", TAIL_ESTIMATORS)
+def test_the_entropys_change_is_its_derivative_along_the_step(estimator):
+    behavior, policy, sampled = random_policies(200, 30)
+    expected, entropy = entropy_change_by_autograd(policy, sampled)
+    for i in range(200):
+        inputs = make_inputs(behavior[i].tolist(), policy[i].tolist(), int(sampled[i]), range(30))
+        result = call({**inputs, "entropy": entropy[i]}, tail_estimator=estimator)
+        assert result.entropy_change.item() == pytest.approx(expected[i].item(), rel=1e-9, abs=1e-12)
+
+
+def test_the_entropys_change_over_a_top_k_has_the_right_sign_and_size():
+    behavior, policy, sampled = random_policies(200, 400, seed=1)
+    expected, entropy = entropy_change_by_autograd(policy, sampled)
+    found, tails = [], []
+    for i in range(200):
+        top_ids = behavior[i].topk(20).indices.tolist()
+        inputs = make_inputs(behavior[i].tolist(), policy[i].tolist(), int(sampled[i]), top_ids)
+        found.append(call({**inputs, "entropy": entropy[i]}).entropy_change)
+        tails.append(1 - policy[i].softmax(-1)[list({int(sampled[i]), *top_ids})].sum())
+    found = torch.stack(found)
+    assert torch.stack(tails).median() > 0.2, "a tail that could go wrong"
+    clear = expected.abs() > 0.03
+    assert clear.sum() > 100 and torch.equal(found[clear].sign(), expected[clear].sign())
+    error = (found - expected).abs()  # what the tail costs, whose probabilities are known by their mean alone
+    assert error.max() < 0.03 and error.median() < 0.02 * expected.abs().median()
+
+
+def test_without_an_entropy_nothing_is_said_of_it_and_a_wrong_shape_is_refused():
+    assert call(batch()).entropy_change is None
+    for entropy in (torch.ones(3, 1), torch.ones(3, 4, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"entropy is torch.*\(3, 4\)"):
+            call(batch(), entropy=entropy)
+    inputs = batch()
+    inputs["behavior_logps"][0, 0, 0] = NAN
+    assert call(inputs, entropy=torch.ones(3, 4)).entropy_change[0, 0] == 0
 
 
 # Properties
@@ -295,6 +358,8 @@ def reference_keep(result, log_ratio, advantage, choices, low, high):
         outside = result.divergence.item() > (low if advantage < 0 else high)
     else:
         outside = log_ratio < math.log(1 - low) or log_ratio > math.log(1 + high)
+    if direction == "none":
+        return not outside or advantage == 0
     signal = result.predicted_change.item() if direction == "predictive" else log_ratio
     return not (outside and advantage * signal > 0)
 
@@ -336,13 +401,10 @@ def test_nothing_is_nan_or_infinite(slots, sum_sq, dtype, vocab_size):
         "vocab_size": vocab_size,
         "advantages": torch.tensor(1.0),
     }
-    tensors = [inputs[k] for k in ("behavior_logps", "policy_logps", "valid", "advantages")]
     for name, support, estimator in itertools.product(DIVERGENCES, SUPPORTS, TAIL_ESTIMATORS):
         result = call(inputs, divergence=name, support=support, tail_estimator=estimator)
         assert_sound(result, torch.Size())
         assert result.divergence.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        for reduced in summarize(result, *tensors, mask=torch.tensor(True), ratio_max=20.0):
-            assert all(value.isfinite() for value in reduced.values())
 
 
 def test_a_behaviour_probability_of_zero():
@@ -480,9 +542,12 @@ def test_invalid_slots_have_no_influence(token, values, choices):
         padded[name] = torch.cat([torch.where(inputs["valid"], inputs[name], value[0]), value])
     padded["valid"] = torch.cat([inputs["valid"], torch.tensor([False, False])])
     result = call(padded, **options)
-    assert result.divergence.item() == pytest.approx(plain.divergence.item(), rel=1e-12, abs=1e-15)
-    assert result.predicted_change.item() == pytest.approx(plain.predicted_change.item(), rel=1e-9, abs=1e-15)
-    assert result.outside.item() == plain.outside.item() and result.keep.item() == plain.keep.item()
+    # Sums over more slots round otherwise: 1e-16 in a rest mass, which its logarithm multiplies
+    assert result.divergence.item() == pytest.approx(plain.divergence.item(), rel=1e-9, abs=1e-12)
+    assert result.predicted_change.item() == pytest.approx(plain.predicted_change.item(), rel=1e-9, abs=1e-12)
+    assert result.outside.item() == plain.outside.item()
+    if abs(plain.predicted_change.item()) > 1e-12:
+        assert result.keep.item() == plain.keep.item()
 
 
 # Thresholds
@@ -507,43 +572,82 @@ def test_ratio_tests_are_the_clip_of_grpo(low, high):
     (gradient,) = torch.autograd.grad(loss.sum(), ratio)
 
     behavior_logps = torch.full((*ratio.shape, 1), math.log(0.1))
-    result = assess(
-        behavior_logps,
-        behavior_logps + ratio.detach().log()[..., None],
-        torch.ones_like(behavior_logps, dtype=torch.bool),
-        None,
-        100,
-        advantages,
-        **{
-            **DEFAULTS,
-            "support": "binary",
-            "proximity": "ratio",
-            "direction": "ratio",
-            "threshold_low": low,
-            "threshold_high": high,
-        },
+    evidence = Evidence(
+        behavior_logps=behavior_logps,
+        policy_logps=behavior_logps + ratio.detach().log()[..., None],
+        valid=torch.ones_like(behavior_logps, dtype=torch.bool),
+        vocab_size=100,
     )
+    region = TrustRegion(
+        support="binary", proximity="ratio", direction="ratio", threshold_low=low, threshold_high=high
+    )
+    result = region.assess(evidence, advantages)
     assert torch.equal(result.keep, gradient != 0)
 
 
+# What a region reads, and masks of every direction
+
+
+@pytest.mark.parametrize("proximity", PROXIMITIES)
+def test_without_a_direction_every_token_outside_is_masked(proximity):
+    inputs = batch(shape=(6, 50))
+    inputs["advantages"] = inputs["advantages"].expand(6, 50).clone()
+    inputs["advantages"][:, ::7] = 0
+    result = call(inputs, proximity=proximity, direction="none")
+    mu, pi = (inputs[name][..., 0].exp() for name in ("behavior_logps", "policy_logps"))
+    for i, j in itertools.product(range(6), range(50)):
+        if proximity == "ratio":
+            outside = not 0.85 <= (pi[i, j] / mu[i, j]).item() <= 1.15
+            assert result.outside[i, j].item() == outside
+        expected = not result.outside[i, j].item() or inputs["advantages"][i, j].item() == 0
+        assert result.keep[i, j].item() == expected
+    assert 0 < result.keep.sum() < 300
+    directed = call(inputs, proximity=proximity, direction="ratio")
+    assert (directed.keep | ~result.keep).all() and not torch.equal(directed.keep, result.keep)
+
+
+@pytest.mark.parametrize(
+    ("choices", "unread", "candidates", "sum_sq"),
+    [
+        ({}, set(), True, True),
+        ({"tail_estimator": "uniform"}, set(), True, False),
+        ({"direction": "ratio"}, {"tail_estimator"}, True, False),
+        ({"direction": "none"}, {"tail_estimator"}, True, False),
+        ({"support": "binary"}, {"tail_estimator"}, False, False),
+        ({"proximity": "ratio"}, set(), True, True),
+        ({"proximity": "ratio", "direction": "ratio"}, {"tail_estimator", "divergence", "support"}, False, False),
+        ({"proximity": "ratio", "direction": "none"}, {"tail_estimator", "divergence", "support"}, False, False),
+    ],
+)
+def test_a_region_names_what_its_mask_reads_and_needs(choices, unread, candidates, sum_sq):
+    region = TrustRegion(**{**DEFAULTS, **choices})
+    assert set(DEFAULTS) - region.reads == unread
+    assert (region.needs_candidates, region.needs_sum_sq) == (candidates, sum_sq)
+    # What is not read changes no mask, and what is not needed may be missing
+    inputs = batch(shape=(6, 50))
+    keep = region.assess(evidence_of(inputs), inputs["advantages"]).keep
+    others = {"divergence": DIVERGENCES, "support": SUPPORTS, "tail_estimator": TAIL_ESTIMATORS}
+    for name, value in ((field, value) for field in unread for value in others[field]):
+        changed = TrustRegion(**{**DEFAULTS, **choices, name: value})
+        assert torch.equal(changed.assess(evidence_of(inputs), inputs["advantages"]).keep, keep)
+    if not sum_sq:
+        evidence = evidence_of({**inputs, "policy_sum_sq": None})
+        assert torch.equal(region.assess(evidence, inputs["advantages"]).keep, keep)
+    if not candidates:
+        evidence = evidence_of(inputs).sampled
+        assert torch.equal(region.assess(evidence, inputs["advantages"]).keep, keep)
+
+
+def test_a_scaled_region_has_scaled_thresholds():
+    inputs = batch(shape=(6, 50))
+    for factor in (0.5, 2.0):
+        region = TrustRegion(**{**DEFAULTS, "threshold_low": 0.3, "threshold_high": 0.6}).scaled(factor)
+        result = region.assess(evidence_of(inputs), inputs["advantages"])
+        limit = torch.where(inputs["advantages"] < 0, 0.3, 0.6) * factor
+        assert torch.equal(result.outside, result.divergence > limit)
+
+
 # Shapes, dtypes, devices, errors
-
-
-def batch(seed=0, shape=(3, 4), top_k=5, vocab_size=40):
-    generator = torch.Generator().manual_seed(seed)
-    log_mu = (3 * torch.randn(*shape, vocab_size, generator=generator)).log_softmax(-1)
-    log_pi = (log_mu + torch.randn(*shape, vocab_size, generator=generator)).log_softmax(-1)
-    sampled = torch.multinomial(log_mu.exp().flatten(0, -2), 1, generator=generator).view(*shape, 1)
-    top_ids = log_mu.topk(top_k).indices
-    ids = torch.cat([sampled, top_ids], dim=-1)
-    return {
-        "behavior_logps": log_mu.gather(-1, ids),
-        "policy_logps": log_pi.gather(-1, ids),
-        "valid": torch.cat([torch.ones_like(sampled, dtype=torch.bool), top_ids != sampled], dim=-1),
-        "policy_sum_sq": (2 * log_pi).exp().sum(-1),
-        "vocab_size": vocab_size,
-        "advantages": torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator),
-    }
 
 
 def test_a_batch_is_its_tokens():
@@ -574,16 +678,12 @@ def test_nothing_is_differentiated_or_changed():
 def test_no_value_is_read_on_the_host():
     # A meta tensor has no values: whatever would wait for an accelerator (item(), bool(), boolean indexing) raises.
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in batch().items()}
-    tensors = [inputs[k] for k in ("behavior_logps", "policy_logps", "valid", "advantages")]
     for choices in INTERPRETATIONS:
         options = dict(
             zip(("divergence", "support", "proximity", "direction", "tail_estimator"), choices, strict=True)
         )
         result = call(inputs, **options)
         assert result.keep.shape == (3, 4) and result.keep.is_meta
-    mask = torch.ones(3, 4, dtype=torch.bool, device="meta")
-    for reduced in summarize(result, *tensors, mask=mask, ratio_max=20.0):
-        assert all(value.is_meta and value.shape == () for value in reduced.values())
 
 
 @pytest.mark.parametrize(
@@ -592,7 +692,7 @@ def test_no_value_is_read_on_the_host():
         ({"divergence": "js"}, "divergence is 'js'.*'kl', 'tv', 'reverse_kl'"),
         ({"support": "full"}, "support is 'full'.*'topk', 'binary'"),
         ({"proximity": "kl"}, "proximity is 'kl'.*'divergence', 'ratio'"),
-        ({"direction": "up"}, "direction is 'up'.*'predictive', 'ratio'"),
+        ({"direction": "up"}, "direction is 'up'.*'predictive', 'ratio', 'none'"),
         ({"tail_estimator": "none"}, "tail_estimator is 'none'.*'exact', 'uniform', 'aggregated'"),
         ({"policy_sum_sq": None}, 'policy_sum_sq is None.*tail_estimator="uniform"'),
         ({"policy_sum_sq": torch.ones(3, 1)}, r"policy_sum_sq is torch.float32 of shape \(3, 1\).*\(3, 4\)"),
@@ -618,91 +718,27 @@ def test_errors_say_what_is_wrong(changes, message):
         call(batch(), **changes)
 
 
-# Summaries
+def test_shapes_are_those_of_the_signatures():
+    """Every annotation of the module, checked while it runs: in a process of its own, since the hook is on the import."""
+    code = """
+        from jaxtyping import TypeCheckError, install_import_hook
 
+        with install_import_hook(["trl_pdm.trust_region", "trl_pdm.topk_head"], "beartype.beartype"):
+            from trl_pdm import trust_region, topk_head
+        import torch
+        from tests.test_trust_region import batch, evidence_of, DEFAULTS
+        from trl_pdm.trust_region import TrustRegion, exp_ratio, ratio_base, replay_support
 
-def loop_summary(result, inputs, mask, ratio_max):
-    sums = dict.fromkeys(
-        "tokens scored outside masked masked_positive masked_negative disagree divergence topk_mass_behavior "
-        "topk_mass_policy ratio truncated".split(),
-        0.0,
+        inputs = batch()
+        evidence, region = evidence_of(inputs), TrustRegion(**DEFAULTS)
+        region.assess(evidence, inputs["advantages"], torch.ones(3, 4))
+        replay_support(evidence), ratio_base(evidence, 2.0), evidence.support_masses(), exp_ratio(evidence.log_ratio())
+        try:
+            region.is_outside(torch.ones(3, 4), torch.ones(3, 5), torch.ones(3, 1))
+        except TypeCheckError:
+            print("refused")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=Path(__file__).parents[1]
     )
-    maxima = {"divergence_max": 0.0, "ratio_max": 0.0}
-    advantages = inputs["advantages"].expand(mask.shape)
-    for position in itertools.product(*map(range, mask.shape)):
-        if not mask[position]:
-            continue
-        sums["tokens"] += 1
-        advantage = advantages[position].item()
-        behavior, policy = inputs["behavior_logps"][position].tolist(), inputs["policy_logps"][position].tolist()
-        valid = inputs["valid"][position].tolist()
-        sums["divergence"] += result.divergence[position].item()
-        maxima["divergence_max"] = max(maxima["divergence_max"], result.divergence[position].item())
-        outside, kept = result.outside[position].item(), result.keep[position].item()
-        sums["outside"] += outside
-        sums["masked"] += not kept
-        sums["masked_positive"] += not kept and advantage > 0
-        sums["masked_negative"] += not kept and advantage < 0
-        if not math.isfinite(behavior[0]):
-            continue
-        ratio = math.exp(policy[0] - behavior[0])
-        sums["scored"] += 1
-        sums["ratio"] += ratio
-        sums["truncated"] += ratio_max is not None and ratio > ratio_max
-        sums["topk_mass_behavior"] += sum(math.exp(x) for x, ok in zip(behavior, valid, strict=True) if ok)
-        sums["topk_mass_policy"] += sum(math.exp(x) for x, ok in zip(policy, valid, strict=True) if ok)
-        sums["disagree"] += outside and result.predicted_change[position].item() * (ratio - 1) < 0
-        maxima["ratio_max"] = max(maxima["ratio_max"], ratio)
-    return sums, maxima
-
-
-@pytest.mark.parametrize("ratio_max", [None, 1.5])
-def test_summarize_against_a_loop(ratio_max):
-    inputs = batch(shape=(6, 50))
-    inputs["advantages"][5] = 0
-    inputs["behavior_logps"][0, :5, 0] = torch.tensor([NAN, INF, -INF, NAN, NAN])
-    inputs["behavior_logps"][1, 0, 1] = -INF
-    inputs["policy_logps"] = torch.where(inputs["valid"], inputs["policy_logps"], NAN)
-    mask = torch.rand(6, 50, generator=torch.Generator().manual_seed(1)) < 0.8
-    mask[0, :5] = True
-    result = call(inputs)
-    tensors = [inputs[k] for k in ("behavior_logps", "policy_logps", "valid", "advantages")]
-    computed = summarize(result, *tensors, mask=mask, ratio_max=ratio_max)
-    for got, expected in zip(computed, loop_summary(result, inputs, mask, ratio_max), strict=True):
-        assert all(value.shape == () and value.dtype == torch.float32 for value in got.values())
-        assert {k: v.item() for k, v in got.items()} == pytest.approx(expected, rel=1e-5)
-    sums = computed[0]
-    assert sums["tokens"] - sums["scored"] == 5
-    # The batch has some of each, so that no count is compared at 0 only.
-    counts = ["outside", "masked_positive", "masked_negative", "disagree"] + ["truncated"] * (ratio_max is not None)
-    assert all(sums[k] > 0 for k in counts)
-    assert sums["masked"] == sums["masked_positive"] + sums["masked_negative"] < sums["outside"]
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (3, 0)])
-def test_summarize_without_tokens(shape):
-    inputs = batch() if shape[1] else {k: v if k == "vocab_size" else v[:, :0] for k, v in batch().items()}
-    inputs["advantages"] = torch.ones(3, 1)
-    tensors = [inputs[k] for k in ("behavior_logps", "policy_logps", "valid", "advantages")]
-    for reduced in summarize(call(inputs), *tensors, mask=torch.zeros(shape, dtype=torch.bool), ratio_max=20.0):
-        assert all(value.item() == 0 for value in reduced.values())
-
-
-def test_summarize_reads_neither_nan_nor_padding():
-    inputs = batch(shape=(1, 4))
-    inputs["behavior_logps"][0, 0, 1] = inputs["policy_logps"][0, 1, 0] = inputs["policy_logps"][0, 1, 2] = NAN
-    inputs["behavior_logps"][0, 2], inputs["valid"][0, 2] = 1e30, False
-    inputs["behavior_logps"][0, 3, 0], inputs["policy_logps"][0, 3, 0] = -100.0, 0.0
-    tensors = [inputs[k] for k in ("behavior_logps", "policy_logps", "valid", "advantages")]
-    sums, maxima = summarize(call(inputs), *tensors, mask=torch.ones(1, 4, dtype=torch.bool), ratio_max=None)
-    assert all(value.isfinite() for value in [*sums.values(), *maxima.values()])
-    assert sums["tokens"] == 4 and sums["scored"] == 3
-
-
-def test_summarize_checks_its_mask():
-    inputs = batch()
-    tensors = [inputs[k] for k in ("behavior_logps", "policy_logps", "valid", "advantages")]
-    for mask in (torch.ones(3, 4), torch.ones(3, 1, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="mask is torch"):
-            summarize(call(inputs), *tensors, mask=mask, ratio_max=None)
-    assert isinstance(call(inputs), TokenAssessment)
+    assert run.stdout == "refused\n", run.stderr

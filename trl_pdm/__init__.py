@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from ._hooks import TRLCompatibilityError
     from .config import PDMGRPOConfig
     from .trainer import PDMGRPOTrainer
-    from .trust_region import TokenAssessment, assess
+    from .trust_region import Evidence, TokenAssessment, TrustRegion
     from .weight_sync.check import WeightSyncError
 
 try:
@@ -17,12 +17,13 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "Evidence",
     "PDMGRPOConfig",
     "PDMGRPOTrainer",
     "TRLCompatibilityError",
     "TokenAssessment",
+    "TrustRegion",
     "WeightSyncError",
-    "assess",
 ]
 
 _HOME = {
@@ -30,8 +31,9 @@ _HOME = {
     "PDMGRPOTrainer": "trainer",
     "TRLCompatibilityError": "_hooks",
     "WeightSyncError": "weight_sync.check",
+    "Evidence": "trust_region",
     "TokenAssessment": "trust_region",
-    "assess": "trust_region",
+    "TrustRegion": "trust_region",
 }
 
 

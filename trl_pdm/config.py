@@ -7,7 +7,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from .trust_region import DIRECTIONS, DIVERGENCES, PROXIMITIES, SUPPORTS, TAIL_ESTIMATORS
+from .trust_region import DIRECTIONS, DIVERGENCES, PROXIMITIES, SUPPORTS, TAIL_ESTIMATORS, TrustRegion
 from .weight_sync import WEIGHT_SYNCS
 
 
@@ -25,8 +25,21 @@ _CHOICES = {
 }
 
 
+# The field of each choice of the trust region
+_OF_THE_REGION = {
+    "divergence": "divergence",
+    "support": "divergence_support",
+    "proximity": "proximity",
+    "direction": "direction",
+    "tail_estimator": "tail_estimator",
+}
+# The fields that only an engine reads
+_OF_VLLM = ("sync_check_steps", "sync_check_threshold", "vllm_weight_sync", "vllm_quantization")
+
 # With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design.
 LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo")
+# These shape it by other means than `epsilon`.
+LOSSES_WITHOUT_EPSILON = ("sapo", "vespo")
 
 
 @dataclass
@@ -38,25 +51,35 @@ class PDMGRPOConfig(GRPOConfig):
     the policy when the training policy has left the trust region around the behaviour policy there (*proximity*) and
     the update would move it further out (*direction*):
 
-    | `proximity`    | `direction`    | the mask of                                                          |
-    |----------------|----------------|----------------------------------------------------------------------|
-    | `"divergence"` | `"predictive"` | PDM ([arXiv:2607.10848](https://huggingface.co/papers/2607.10848))   |
-    | `"divergence"` | `"ratio"`      | DPPO ([arXiv:2602.04879](https://huggingface.co/papers/2602.04879))  |
-    | `"ratio"`      | `"ratio"`      | PPO and GRPO: with `importance_ratio_max=None`, TRL's own gradients  |
-    | `"ratio"`      | `"predictive"` | PPO's region with the predictive direction                           |
+    | `proximity`    | `direction`    | the mask of                                                                  |
+    |----------------|----------------|------------------------------------------------------------------------------|
+    | `"divergence"` | `"predictive"` | PDM ([arXiv:2607.10848](https://huggingface.co/papers/2607.10848))           |
+    | `"divergence"` | `"ratio"`      | DPPO ([arXiv:2602.04879](https://huggingface.co/papers/2602.04879))          |
+    | `"divergence"` | `"none"`       | prime-rl, with `divergence="tv"` and `divergence_support="binary"`           |
+    | `"ratio"`      | `"ratio"`      | PPO and GRPO: with `importance_ratio_max=None`, TRL's own gradients          |
+    | `"ratio"`      | `"none"`       | IcePop                                                                       |
+    | `"ratio"`      | `"predictive"` | PPO's region with the predictive direction                                   |
 
-    The mask composes with every loss type and option of [`~trl.GRPOConfig`]:
+    A masked token updates nothing: the gradient of the policy's loss with respect to its log-probability is exactly 0.
+    That of the regularizers stays: of the KL term with a `beta` other than 0, of the entropy bonus, and of the router's
+    auxiliary loss (but for `use_bias_correction_kl` with a sequence-level ratio: there the weight of the KL term is the
+    sequence's ratio, in which a masked token has no gradient). What the mask does in each loss:
 
-    - `loss_type` in `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"` with token-level ratios and no `delta`: TRL would clip
-      the ratio. That clipping is switched off and the mask takes its place; the ratio is truncated at
-      `importance_ratio_max`, so a token's gradient is `mask * min(ratio, importance_ratio_max) * advantage`.
-    - `loss_type` in `"cispo"`, `"sapo"`, `"vespo"`, `"luspo"`, or `importance_sampling_level="sequence"`, or `delta`
-      set: the loss keeps its own shaping of the ratio, clipping included, and is multiplied by the mask.
-      `importance_ratio_max` has no effect.
+    | loss                                                     | ratio                               | a masked token                     |
+    |----------------------------------------------------------|-------------------------------------|------------------------------------|
+    | `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`                 | `min(ratio, importance_ratio_max)`; the mask takes the place of TRL's clipping | adds 0, and counts in the number of tokens by which the loss divides |
+    | the same with `delta`, `"cispo"`                          | clipped by `epsilon` or `delta`, as in TRL | the same                      |
+    | `"sapo"`                                                 | shaped, as in TRL                   | the same                           |
+    | `"vespo"`                                                | weight of its whole sequence, which has no gradient | adds 0, and stays in that weight |
+    | `"luspo"`, or any with `importance_sampling_level="sequence"` | of its whole sequence, clipped, as in TRL | adds 0, stays in the value of the sequence's ratio, and enters it without gradient |
+
+    With `off_policy_mask_threshold` and `top_entropy_quantile` a token updates where TRL's mask and this one both let
+    it.
 
     In all of them the ratio is that of the training policy to the behaviour policy, the one that sampled the tokens.
     `vllm_importance_sampling_correction` would correct for their difference a second time and is switched off.
-    `epsilon` and `epsilon_high` bound the region of `proximity="ratio"`, and clip where a loss keeps its own shaping.
+    `epsilon` and `epsilon_high` bound the region of `proximity="ratio"`, and clip where a loss keeps its own shaping; a
+    loss that does is refused with `proximity="ratio"`, where they would mean both.
 
     Parameters:
         > Parameters that control the trust region
@@ -81,7 +104,8 @@ class PDMGRPOConfig(GRPOConfig):
             `"ratio"` (the importance ratio, with `epsilon` and `epsilon_high`).
         direction (`str`, *optional*, defaults to `"predictive"`):
             What tells whether an update moves the policy further out: `"predictive"`, the predicted change of the
-            divergence, or `"ratio"`, whether the ratio is above or below 1.
+            divergence; `"ratio"`, whether the ratio is above or below 1; or `"none"`: every update from outside is
+            masked, wherever it leads.
         tail_estimator (`str`, *optional*, defaults to `"exact"`):
             How the predicted change treats the tokens outside the support: `"exact"` (from the training policy's
             whole distribution), `"uniform"` (spread evenly) or `"aggregated"` (as one token, the paper's default).
@@ -169,7 +193,8 @@ class PDMGRPOConfig(GRPOConfig):
         default="predictive",
         metadata={
             "help": "What tells whether an update moves the policy further out: 'predictive', the predicted change of "
-            "the divergence, or 'ratio', whether the ratio is above or below 1.",
+            "the divergence; 'ratio', whether the ratio is above or below 1; or 'none': every update from outside is "
+            "masked, wherever it leads.",
             "choices": list(DIRECTIONS),
         },
     )
@@ -250,15 +275,74 @@ class PDMGRPOConfig(GRPOConfig):
         return only_clips and self.delta is None
 
     @property
-    def assessment(self) -> dict[str, Any]:
-        """The choices and thresholds of [`~trust_region.assess`]."""
+    def clips_by_epsilon(self) -> bool:
+        """Whether TRL's loss clips the ratio at `epsilon`, besides the mask."""
+        return not self.mask_replaces_clipping and self.loss_type not in LOSSES_WITHOUT_EPSILON
+
+    @property
+    def trust_region(self) -> TrustRegion:
+        """The trust region of these choices and thresholds."""
         low, high = {
             "divergence": (self.divergence_threshold, self.divergence_threshold_high),
             "ratio": (self.epsilon, self.epsilon_high),
         }[self.proximity]
-        choices = {name: getattr(self, name) for name in ("divergence", "proximity", "direction", "tail_estimator")}
-        thresholds = {"threshold_low": low, "threshold_high": low if high is None else high}
-        return choices | thresholds | {"support": self.divergence_support}
+        choices = {name: getattr(self, field_name) for name, field_name in _OF_THE_REGION.items()}
+        return TrustRegion(threshold_low=low, threshold_high=low if high is None else high, **choices)
+
+    @property
+    def candidates(self) -> int:
+        """How many of the behaviour policy's most probable tokens are asked for, besides the sampled one."""
+        wanted = self.trust_region.needs_candidates or self.sampling_support == "replay"
+        return self.divergence_top_k if wanted else 0
+
+    @property
+    def needs_sum_sq(self) -> bool:
+        """Whether the sum of squared training probabilities is read, by the mask or for the logs."""
+        region = self.trust_region
+        logged = self.log_realized_alignment and region.needs_candidates and region.tail_estimator == "exact"
+        return region.needs_sum_sq or logged
+
+    def without_effect(self) -> dict[str, str]:
+        """The fields that differ from their defaults and change nothing in this configuration, each with the reason."""
+        idle: dict[str, str] = {}
+
+        def note(reason: str, *names: str) -> None:
+            idle.update(dict.fromkeys(names, reason))
+
+        region = self.trust_region
+        the_mask = f"with `proximity={self.proximity!r}` and `direction={self.direction!r}` the mask does not read it"
+        if region.support == "binary" and "support" in region.reads:
+            the_mask = "with `divergence_support='binary'` the mask does not read it"
+        note(the_mask, *(_OF_THE_REGION[name] for name in set(_OF_THE_REGION) - region.reads))
+        if self.needs_sum_sq:
+            idle.pop("tail_estimator", None)
+        if not self.candidates:
+            note(the_mask, "divergence_top_k")
+        if self.proximity == "ratio":
+            note("`proximity='ratio'` is bounded by `epsilon`", "divergence_threshold", "divergence_threshold_high")
+        elif not self.clips_by_epsilon:
+            reason = (
+                "the mask takes the place of clipping" if self.mask_replaces_clipping else "the loss does not clip"
+            )
+            note(
+                f"with `proximity='divergence'` and `loss_type={self.loss_type!r}` {reason}", "epsilon", "epsilon_high"
+            )
+        if not self.mask_replaces_clipping:
+            note("the loss keeps its own shaping of the ratio", "importance_ratio_max")
+        if self.num_iterations == 1:
+            note("`num_iterations` is 1, so no token comes back", "log_realized_alignment")
+        if self.sync_check_steps == 0:
+            note("`sync_check_steps` is 0", "sync_check_threshold")
+        if not self.use_vllm:
+            note("`use_vllm` is `False`", *_OF_VLLM)
+        defaults = {f.name: f.default for f in fields(self)}
+        return {name: reason for name, reason in sorted(idle.items()) if getattr(self, name) != defaults[name]}
+
+    def warn_of_options_without_effect(self) -> None:
+        """Say once which options were set and change nothing, and why."""
+        if idle := self.without_effect():
+            reasons = "; ".join(f"`{name}={getattr(self, name)!r}`, as {reason}" for name, reason in idle.items())
+            logger.warning(f"These options have no effect here: {reasons}.")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse a top K that the model's vocabulary does not have.
@@ -266,7 +350,7 @@ class PDMGRPOConfig(GRPOConfig):
         Raises:
             ValueError: `divergence_top_k` is above `vocab_size`.
         """
-        if self.divergence_top_k > vocab_size:
+        if self.candidates > vocab_size:
             raise ValueError(
                 f"`divergence_top_k` must be at most the model's vocabulary of {vocab_size} tokens, got "
                 f"{self.divergence_top_k}."
@@ -321,6 +405,17 @@ class PDMGRPOConfig(GRPOConfig):
             is_positive(self.importance_ratio_max) and self.importance_ratio_max >= 1
         ):
             refuse("importance_ratio_max", "a finite number of at least 1, or `None` for no truncation")
+        if self.proximity == "ratio" and self.clips_by_epsilon:
+            if self.delta is not None:
+                name, remedy = "delta", "`None`"
+            elif self.importance_sampling_level == "sequence":
+                name, remedy = "importance_sampling_level", "'token'"
+            else:
+                name, remedy = "loss_type", f"one of {', '.join(map(repr, LOSSES_WITHOUT_SHAPING))}"
+            raise ValueError(
+                f"`proximity='ratio'` does not go with `{name}={getattr(self, name)!r}`, a loss that clips by `epsilon` "
+                f"itself: `epsilon` would mean two things. Set `{name}` to {remedy}, or `proximity='divergence'`."
+            )
         if self.sampling_support == "replay" and not self.use_vllm:
             refuse("sampling_support", '"full" without `use_vllm`, which alone reports the tokens that survive')
         if self.sampling_support == "replay" and self.beta != 0.0:

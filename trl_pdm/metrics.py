@@ -1,38 +1,232 @@
-"""Metrics over tokens: summed as tensors in the loss, over all processes, and read only when they are logged."""
+"""Every metric, declared once: its name, the tokens it is over, its meaning and how it is computed.
+
+Token metrics are summed as tensors in the loss, over all processes, and read only when they are logged.
+"""
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .trust_region import DIRECTIONS, TokenAssessment
+from .trust_region import Evidence, TokenAssessment, TrustRegion, exp_ratio
 
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Each is a ratio of two sums over tokens, or (with `None`) a maximum: see `trust_region.summarize`
-METRICS = {
-    "trust_region/outside": ("outside", "scored"),
-    "trust_region/masked": ("masked", "scored"),
-    "trust_region/masked_positive": ("masked_positive", "scored"),
-    "trust_region/masked_negative": ("masked_negative", "scored"),
-    "trust_region/direction_disagreement": ("disagree", "outside"),
-    "trust_region/realized_alignment_predictive": ("aligned_predictive", "realized_predictive"),
-    "trust_region/realized_alignment_ratio": ("aligned_ratio", "realized_ratio"),
-    "trust_region/divergence_mean": ("divergence", "scored"),
-    "trust_region/divergence_max": ("divergence_max", None),
-    "trust_region/topk_mass_behavior": ("topk_mass_behavior", "scored"),
-    "trust_region/topk_mass_policy": ("topk_mass_policy", "scored"),
-    "trust_region/unscored": ("unscored", "tokens"),
-    "trust_region/support_unknown": ("support_unknown", "tokens"),
-    "trust_region/log_surviving_mass": ("log_surviving_mass", "support_known"),
-    "importance_ratio/mean": ("ratio", "scored"),
-    "importance_ratio/max": ("ratio_max", None),
-    "importance_ratio/truncated": ("truncated", "scored"),
-}
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """
+    One micro-batch and what the trust region said of it; all tensors `(B, T)`.
+
+    Args:
+        mask (`Tensor`, bool): the tokens that are trained on.
+        region ([`TrustRegion`]), evidence ([`Evidence`]), assessment ([`TokenAssessment`]): as in `region.assess`.
+        advantages (`Tensor`, float): broadcastable to `(B, T)`.
+        ratio_max (`float` or `None`): the constant at which the ratio is truncated.
+        entropy (`Tensor`, float, *optional*): the training policy's, in nats.
+        support_known (`Tensor`, bool, *optional*): where truncated sampling's survivors are all known.
+        log_surviving_mass (`Tensor`, float, *optional*): their log-probability under the training policy, in nats.
+        forecasts (`dict`, *optional*): see [`forecasts`].
+    """
+
+    mask: Tensor
+    region: TrustRegion
+    evidence: Evidence
+    assessment: TokenAssessment
+    advantages: Tensor
+    ratio_max: float | None = None
+    entropy: Tensor | None = None
+    support_known: Tensor | None = None
+    log_surviving_mass: Tensor | None = None
+    forecasts: dict[str, Tensor] | None = None
+
+    def __post_init__(self):
+        shape = self.evidence.valid.shape[:-1]
+        if self.mask.shape != shape or self.mask.dtype != torch.bool:
+            raise ValueError(
+                f"mask is {self.mask.dtype} of shape {tuple(self.mask.shape)}. Pass booleans of shape {tuple(shape)}."
+            )
+
+    @property
+    def scored(self) -> Tensor:
+        return self.mask & self.evidence.valid[..., 0] & self.evidence.behavior_logps[..., 0].isfinite()
+
+    @property
+    def has_candidates(self) -> bool:
+        return self.evidence.valid.shape[-1] > 1
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        return self.evidence.log_ratio()
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        return exp_ratio(self.log_ratio)
+
+    @cached_property
+    def masses(self) -> tuple[Tensor, Tensor]:
+        return self.evidence.support_masses()
+
+    @property
+    def disagree(self) -> Tensor | None:
+        opposed = self.assessment.predicted_change.sign() * self.log_ratio.sign() < 0
+        return opposed if self.has_candidates else None
+
+    def outside_at(self, factor: float) -> Tensor:
+        """What would be outside at `factor` times the threshold."""
+        return self.region.scaled(factor).is_outside(self.assessment.divergence, self.log_ratio, self.advantages)
+
+    @cached_property
+    def entropy_drift(self) -> Tensor | None:
+        if self.assessment.entropy_change is None:
+            return None
+        ratio = self.ratio if self.ratio_max is None else self.ratio.clamp(max=self.ratio_max)
+        return self.advantages * ratio * self.assessment.entropy_change
+
+    def forecast(self, direction: str) -> Tensor | None:
+        return None if self.forecasts is None else self.forecasts[direction]
+
+
+def _unless_none(value: Tensor | None, then: Callable[[Tensor], Tensor]) -> Tensor | None:
+    return None if value is None else then(value)
+
+
+@dataclass(frozen=True)
+class Population:
+    """The tokens that a metric is over: in words, and as a mask `(B, T)`, `None` where there is no such thing."""
+
+    meaning: str
+    mask: Callable[[Tokens], Tensor | None]
+
+
+TRAINED = Population("tokens trained on", lambda t: t.mask)
+SCORED = Population("tokens with a behaviour logprob", lambda t: t.scored)
+OUTSIDE = Population("tokens outside", lambda t: t.mask & t.assessment.outside)
+KEPT_OUTSIDE = Population("tokens outside that update", lambda t: t.mask & t.assessment.outside & t.assessment.keep)
+MASKED = Population("masked tokens", lambda t: t.mask & ~t.assessment.keep)
+SURVIVORS_KNOWN = Population(
+    "tokens whose surviving candidates are all known", lambda t: _unless_none(t.support_known, lambda x: x & t.mask)
+)
+FORETOLD, FORETOLD_BY_RATIO = (
+    Population(
+        f"tokens that updated from outside and came back, judged by the {judge}",
+        lambda t, direction=direction: _unless_none(t.forecast(direction), lambda x: x != 0),
+    )
+    for direction, judge in (("predictive", "prediction"), ("ratio", "ratio"))
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """
+    A number that is logged.
+
+    Args:
+        name (`str`): as the loggers show it.
+        kind (`str`): `"share"` or `"mean"` of a population of tokens, `"max"` over it, or `"value"`, a number of which
+            the trainer has one.
+        meaning (`str`): one line.
+        over ([`Population`], *optional*): whose mean or maximum it is.
+        value (`Callable`, *optional*): of each token, `(B, T)`; `None` where the metric is not logged.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    over: Population | None = None
+    value: Callable[[Tokens], Tensor | None] | None = None
+
+
+# fmt: off
+METRICS = (
+    Metric("trust_region/outside", "share", "outside the trust region", SCORED, lambda t: t.assessment.outside),
+    Metric("trust_region/outside_half", "share", "outside if the threshold were half as large", SCORED,
+           lambda t: t.outside_at(0.5)),
+    Metric("trust_region/outside_double", "share", "outside if the threshold were twice as large", SCORED,
+           lambda t: t.outside_at(2.0)),
+    Metric("trust_region/masked", "share", "masked: outside, and the update would lead further out", SCORED,
+           lambda t: ~t.assessment.keep),
+    Metric("trust_region/masked_positive", "share", "masked, with a positive advantage", SCORED,
+           lambda t: ~t.assessment.keep & (t.advantages > 0)),
+    Metric("trust_region/masked_negative", "share", "masked, with a negative advantage", SCORED,
+           lambda t: ~t.assessment.keep & (t.advantages < 0)),
+    Metric("trust_region/direction_disagreement", "share", "prediction and ratio point opposite ways", OUTSIDE,
+           lambda t: t.disagree),
+    Metric("trust_region/divergence_mean", "mean", "divergence of the training from the behaviour policy", SCORED,
+           lambda t: t.assessment.divergence),
+    Metric("trust_region/divergence_max", "max", "the largest divergence", TRAINED, lambda t: t.assessment.divergence),
+    Metric("trust_region/topk_mass_behavior", "mean", "probability of the top K under the behaviour policy", SCORED,
+           lambda t: t.masses[0] if t.has_candidates else None),
+    Metric("trust_region/topk_mass_policy", "mean", "probability of the same tokens under the training policy", SCORED,
+           lambda t: t.masses[1] if t.has_candidates else None),
+    Metric("trust_region/unscored", "share", "the engine gave no logprob: kept, at a ratio of 1", TRAINED,
+           lambda t: ~t.scored),
+    Metric("trust_region/entropy_masked", "mean", "the policy's entropy where the mask acts, in nats", MASKED,
+           lambda t: t.entropy),
+    Metric("trust_region/entropy_kept", "mean", "the policy's entropy where a token outside updates, in nats",
+           KEPT_OUTSIDE, lambda t: t.entropy),
+    Metric("trust_region/entropy_drift", "mean",
+           "how the tokens that update change their entropy, to first order and per unit of step", TRAINED,
+           lambda t: _unless_none(t.entropy_drift, lambda drift: drift * t.assessment.keep)),
+    Metric("trust_region/entropy_drift_unmasked", "mean", "the same if nothing were masked", TRAINED,
+           lambda t: t.entropy_drift),
+    Metric("trust_region/realized_alignment_predictive", "share",
+           "the divergence moved as the prediction said (`log_realized_alignment`)", FORETOLD,
+           lambda t: _unless_none(t.forecast("predictive"), lambda x: x > 0)),
+    Metric("trust_region/realized_alignment_ratio", "share",
+           "the divergence moved as the ratio said (`log_realized_alignment`)", FORETOLD_BY_RATIO,
+           lambda t: _unless_none(t.forecast("ratio"), lambda x: x > 0)),
+    Metric("trust_region/support_unknown", "share",
+           "truncated sampling left tokens that the top K does not contain", TRAINED,
+           lambda t: _unless_none(t.support_known, torch.logical_not)),
+    Metric("trust_region/log_surviving_mass", "mean",
+           "log-probability, under the training policy, of what truncated sampling left, in nats", SURVIVORS_KNOWN,
+           lambda t: t.log_surviving_mass),
+    Metric("importance_ratio/mean", "mean", "ratio of the training to the behaviour policy", SCORED,
+           lambda t: t.ratio),
+    Metric("importance_ratio/max", "max", "the largest ratio", SCORED, lambda t: t.ratio),
+    Metric("importance_ratio/truncated", "share", "the ratio is truncated at `importance_ratio_max`", SCORED,
+           lambda t: t.ratio > (torch.inf if t.ratio_max is None else t.ratio_max)),
+    Metric("weight_sync/seconds", "value", "seconds that the last weight sync took"),
+    Metric("weight_sync/bytes", "value", "bytes that the last weight sync moved"),
+    Metric("weight_sync/logp_difference_mean", "value",
+           "mean difference of vLLM's logprobs from the trainer's right after a sync, in nats"),
+    Metric("weight_sync/logp_difference_max", "value", "the largest of these differences, in nats"),
+)
+# fmt: on
+TOKEN_METRICS = tuple(metric for metric in METRICS if metric.over is not None)
+
+
+@torch.no_grad()
+def summarize(tokens: Tokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """
+    Reduce a micro-batch to sums and maxima, which processes can add up and compare before they divide.
+
+    Pure and without host synchronisation.
+
+    Returns:
+        `tuple[dict[str, Tensor], dict[str, Tensor]]`: sums and maxima, each a 0-dim tensor of the assessment's dtype. The
+        sums are the numerators, under their metric's name, and the sizes of the populations, under their meaning.
+        Maxima are 0 where there is no token.
+    """
+    populations = {over: over.mask(tokens) for over in dict.fromkeys(metric.over for metric in TOKEN_METRICS)}
+    sums = {over.meaning: mask for over, mask in populations.items() if mask is not None}
+    maxima = {}
+    for metric in TOKEN_METRICS:
+        mask, value = populations[metric.over], metric.value(tokens)
+        if mask is not None and value is not None:
+            (maxima if metric.kind == "max" else sums)[metric.name] = torch.where(mask, value, 0)
+    dtype = tokens.assessment.divergence.dtype
+    columns = torch.stack([value.to(dtype).flatten() for value in (*sums.values(), *maxima.values())])
+    totals = columns[: len(sums)].sum(1)
+    largest = torch.nn.functional.pad(columns[len(sums) :], (0, 1)).amax(1)
+    return dict(zip(sums, totals.unbind(), strict=True)), dict(zip(maxima, largest.unbind(), strict=True))
 
 
 class TokenMetrics:
@@ -61,13 +255,13 @@ class TokenMetrics:
         if mode not in self._totals:
             return {}
         names, sums, maxima = self._totals.pop(mode)
-        total = dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True)) | {None: 1.0}
-        total["unscored"] = total["tokens"] - total["scored"]
-        return {
-            name: total[numerator] / total[denominator]
-            for name, (numerator, denominator) in METRICS.items()
-            if numerator in total and total[denominator]
-        }
+        total = dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True))
+        seen = {}
+        for metric in TOKEN_METRICS:
+            count = 1 if metric.kind == "max" else total.get(metric.over.meaning)
+            if metric.name in total and count:
+                seen[metric.name] = total[metric.name] / count
+        return seen
 
 
 class MaskedColumn:
@@ -113,44 +307,41 @@ class MaskedColumn:
 
 
 @torch.no_grad()
-def realized_alignment(
+def forecasts(
     batch: dict[str, Any],
     step: int,
     assessment: TokenAssessment,
-    behavior_logps: Tensor,
-    policy_logps: Tensor,
+    log_ratio: Tensor,
     advantages: Tensor,
     mask: Tensor,
 ) -> dict[str, Tensor]:
     """
-    Count how often each direction was right, where a batch comes back after its update: the scores it is trained on then
-    measure what happened since.
+    Whether each direction was right, where a batch comes back after its update: the scores it is trained on then measure
+    what happened since.
 
-    Counted are the tokens that updated the policy from outside the trust region. What happened is all optimizer steps
-    until they come back, with all their tokens.
+    Only tokens that updated the policy from outside the trust region count. What happened is all optimizer steps until
+    they come back, with all their tokens.
 
     Args:
         batch (`dict`):
             The micro-batch, the same object each time it is trained on. Holds the forecast for its return.
         step (`int`):
             Optimizer steps taken so far.
-        assessment, behavior_logps, policy_logps, advantages, mask:
-            As in [`~trust_region.summarize`].
+        assessment, advantages, mask:
+            As in [`Tokens`].
+        log_ratio (`Tensor`, float, `(B, T)`):
+            Of the sampled tokens, in nats.
 
     Returns:
-        `dict[str, Tensor]`: 0-dim sums for each direction: `realized_{direction}`, the tokens of which it said
-        something and whose divergence moved, and `aligned_{direction}`, those where it was right. 0 on first sight.
+        `dict[str, Tensor]`: for `"predictive"` and `"ratio"`, of each token `(B, T)`: 1 where it was right, -1 where it
+        was wrong, 0 where it said nothing, the divergence did not move, or nothing happened yet.
     """
-    made_at, tokens, before, forecasts = batch.get("forecast", (step, None, None, None))
+    made_at, tokens, before, made = batch.get("forecast", (step, None, None, None))
     updated = mask & assessment.outside & assessment.keep
-    log_ratio = policy_logps[..., 0] - behavior_logps[..., 0]
-    signs = (advantages * change.sign() for change in (assessment.predicted_change, log_ratio))
-    batch["forecast"] = step, updated, assessment.divergence, dict(zip(DIRECTIONS, signs, strict=True))
-    sums = {}
-    for name in DIRECTIONS:
-        if made_at == step:  # nothing to measure
-            agreement = torch.zeros_like(assessment.divergence)
-        else:
-            agreement = torch.where(tokens, forecasts[name] * (assessment.divergence - before).sign(), 0)
-        sums[f"realized_{name}"], sums[f"aligned_{name}"] = (agreement != 0).sum(), (agreement > 0).sum()
-    return sums
+    signals = {"predictive": assessment.predicted_change, "ratio": log_ratio}
+    said = {direction: (advantages * signal.sign()).sign() for direction, signal in signals.items()}
+    batch["forecast"] = step, updated, assessment.divergence, said
+    if made_at == step:  # nothing to measure
+        return {direction: torch.zeros_like(assessment.divergence) for direction in said}
+    moved = (assessment.divergence - before).sign()
+    return {direction: torch.where(tokens, made[direction] * moved, 0) for direction in said}

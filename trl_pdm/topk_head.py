@@ -210,7 +210,8 @@ def topk_head(
         logits_to_keep (`int`): `T`, the number of completion positions.
         batch_size (`int`, *optional*): rows that TRL puts through one forward; all by default.
         ids (`torch.Tensor`, *optional*): `(B, T, K+1)`, the candidates to score, `-1` where a slot is empty.
-        top_k (`int`, *optional*): instead of `ids`: score the training policy's own `top_k` and the sampled token.
+        top_k (`int`, *optional*): instead of `ids`: score the training policy's own `top_k` and the sampled token, or
+            with 0 that alone.
         with_sum_sq (`bool`): also yield the sum of squared probabilities over the vocabulary.
         with_grad (`bool`): let gradients flow through the log-probabilities, if they do through the forward.
 
@@ -257,13 +258,17 @@ def topk_head(
                 call["final_logit_softcapping"],
                 call["logit_scale"],
             )
-            if ids is None:
+            chunk_ids = None if ids is None else ids[rows_done : rows_done + rows].flatten(0, 1)[slots]
+            logps = outputs[0].float()[source, None]
+            if ids is None and top_k == 0:
+                chunk_ids = targets[:, None].int()
+            elif ids is None:
                 chunk_ids, z = head.top(top_k, targets)
-            else:
-                chunk_ids = ids[rows_done : rows_done + rows].flatten(0, 1)[slots]
+                logps = logps + (z - z[:, :1])
+            elif chunk_ids.shape[1] > 1:
                 # An empty slot 0 still stands for the sampled token.
                 z = head.at(torch.cat([targets[:, None].to(chunk_ids.dtype), chunk_ids[:, 1:]], dim=1))
-            logps = outputs[0].float()[source, None] + (z - z[:, :1])
+                logps = logps + (z - z[:, :1])
             sum_sq = lay_out(outputs[2].exp()[source]) if with_sum_sq else None
             scores._chunks.append((lay_out(chunk_ids, -1), lay_out(logps), sum_sq))
             scores.vocab_size = len(call["weight"])

@@ -2,6 +2,9 @@
 
 import math
 import textwrap
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -10,15 +13,35 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from . import preflight, rollout, trust_region
+from . import noise, rollout
 from ._hooks import TRLCompatibilityError, substituted
 from .checkpoint import last_complete_checkpoint
 from .config import PDMGRPOConfig
-from .metrics import MaskedColumn, TokenMetrics, realized_alignment
+from .metrics import MaskedColumn, TokenMetrics, Tokens, forecasts, summarize
 from .report.records import TokenRecords, write_settings
 from .topk_head import topk_head
+from .trust_region import Evidence, ratio_base, replay_support
 from .weight_sync.check import SyncCheck
 from .weight_sync.parameters import quiet_bitsandbytes
+
+
+@dataclass
+class _Rollout:
+    """While TRL makes a batch of completions."""
+
+    to_decline: bool  # TRL will ask for the policy's scores once more, which PDM does not use
+    sampled: bool = False
+    logprobs: Any = None  # the behaviour policy's, one float a token
+
+
+@dataclass
+class _Loss:
+    """While TRL computes the loss of a micro-batch."""
+
+    model: Any
+    batch: dict[str, Any]  # the micro-batch, the same object each time it is trained on
+    given: dict[str, Any]  # what TRL is given of it
+    scored: bool = False
 
 
 class PDMGRPOTrainer(GRPOTrainer):
@@ -70,16 +93,13 @@ class PDMGRPOTrainer(GRPOTrainer):
     @wraps(GRPOTrainer.__init__, assigned=())  # type: ignore[misc]  # for its signature
     def __init__(self, model, reward_funcs=None, args=None, *other_args, **kwargs):
         quiet_bitsandbytes()
-        self._batch: Any = None  # the micro-batch, in `compute_loss`
-        self._loss_inputs: dict[str, Any] | None = None  # what TRL is given of it, until its forward has run
-        self._behavior_logprobs: Any = None  # the last rollout's, one float per token
-        self._skip_scoring = False
+        self._phase: _Rollout | _Loss | None = None
         self._sampled_at: int | None = None  # the step of the rollout that is trained on
 
         def vllm_generation(**vllm_kwargs):
             self.args.check_vocabulary(self._vocab_size)  # before the engine takes its time to start
             return rollout.TopKVLLMGeneration(
-                divergence_top_k=self.args.divergence_top_k,
+                divergence_top_k=self.args.candidates,
                 weight_sync=self.args.vllm_weight_sync,
                 quantization=self.args.vllm_quantization,
                 **vllm_kwargs,
@@ -96,15 +116,17 @@ class PDMGRPOTrainer(GRPOTrainer):
             self.rollout_func = rollout.with_candidates(self.rollout_func)
 
         args = self.args
+        args.warn_of_options_without_effect()
+        self._region = args.trust_region
         self._ratio_max = args.importance_ratio_max if args.mask_replaces_clipping else None
         if args.mask_replaces_clipping:
             self.epsilon_low = self.epsilon_high = math.inf
-        self._sampling_is_truncated = self.use_vllm and self.vllm_generation.truncates
         self._token_metrics = TokenMetrics(self.accelerator.gather)
         self._masked_column = MaskedColumn(self._logs["extra"], self.accelerator, self.log_completions)
         self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold, self.accelerator.gather)
         self._token_records = TokenRecords(args, writes=self.is_world_process_zero())
-        preflight.warn_of_noise(self.model, args.neftune_noise_alpha)
+        self._noise = noise.sources(self.model, args.neftune_noise_alpha)
+        noise.warn_of(self._noise)
 
     @property
     def _mode(self) -> str:
@@ -126,43 +148,47 @@ class PDMGRPOTrainer(GRPOTrainer):
             )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    # ---- Rollout: the behaviour policy's top K, into TRL's batch
+    # A step runs through these hooks in this order:
+    # 1. `_generate_and_score_completions` announces a rollout and makes TRL's batch a batch with a behaviour policy.
+    # 2. `_generate`, within it, takes down the logprobs that the engine sampled, which carry their candidates.
+    # 3. `_get_per_token_logps_and_entropies`, still within it, declines to score the policy that has just sampled.
+    # 4. `compute_loss` announces a loss and holds the advantages back.
+    # 5. `_get_per_token_logps_and_entropies`, within it, scores the candidates too and hands over masked advantages.
+    # Any other call of theirs, whoever makes it, is passed on to TRL as it is.
 
-    def _generate(self, prompts: list):
-        synced = self.vllm_generation.last_sync if self.use_vllm else None
-        output = super()._generate(prompts)
-        if self.use_vllm and (sync := self.vllm_generation.last_sync) is not synced:
-            self._metrics[self._mode]["weight_sync/seconds"].append(sync.seconds)
-            self._metrics[self._mode]["weight_sync/bytes"].append(sync.bytes)
-        if not isinstance(output, tuple) or len(output) != 8:
-            raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns 8 values, logprobs in fifth place.")
-        self._behavior_logprobs = output[4]
-        if self.use_vllm:
-            rollout.check_not_all_nan(self._behavior_logprobs)
-        return output
+    @contextmanager
+    def _during(self, phase):
+        self._phase = phase
+        try:
+            yield phase
+        finally:
+            self._phase = None
+
+    # ---- Rollout: the behaviour policy's top K, into TRL's batch
 
     def _generate_and_score_completions(self, inputs):
         # TRL scores the rollout a second time where several optimizer steps use it. PDM knows the behaviour policy
         # from the engine, or scores it below together with its top K.
-        several_steps = (
-            self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
-        )
-        self._skip_scoring = several_steps
-        batch = super()._generate_and_score_completions(inputs)
+        steps_per_rollout = self.args.steps_per_generation * self.num_iterations
+        several_steps = self.args.gradient_accumulation_steps % steps_per_rollout != 0
+        with self._during(_Rollout(to_decline=several_steps)) as rolled_out:
+            batch = super()._generate_and_score_completions(inputs)
         if self._mode == "train":
             self._sampled_at = self.state.global_step
-        if self._skip_scoring or (self.beta != 0.0) != ("ref_per_token_logps" in batch):
+        if rolled_out.to_decline or (self.beta != 0.0) != ("ref_per_token_logps" in batch):
             raise TRLCompatibilityError("`GRPOTrainer` no longer scores a rollout's policy first, then its reference.")
         self._token_records.tag(self._mode, batch, self._logs["rewards"], self.reward_weights)
         self._masked_column.tag(batch)
 
-        logprobs, self._behavior_logprobs = self._behavior_logprobs, None
-        behavior, needs_scores = None, several_steps
-        if logprobs is not None:
-            behavior = rollout.collate(logprobs, batch["completion_ids"], self.args.divergence_top_k, self._vocab_size)
-            needs_scores = self.rollout_func is not None and rollout.lack_candidates(
-                behavior[0], self._trained_on(batch)
-            )
+        behavior, needs_scores, top_k = None, several_steps, self.args.candidates
+        if rolled_out.logprobs is not None:
+            behavior = rollout.collate(rolled_out.logprobs, batch["completion_ids"], top_k, self._vocab_size)
+            needs_scores = False
+            if self.rollout_func is not None and not top_k:  # the sampled tokens' logprobs are all that is needed
+                sampled = batch["sampling_per_token_logps"]
+                rollout.fill_in(behavior, (batch["completion_ids"][..., None], sampled[..., None]), sampled)
+            elif self.rollout_func is not None:
+                needs_scores = rollout.lack_candidates(behavior[0], self._trained_on(batch))
         if self.rollout_func is not None:
             # Scoring is collective where the model is sharded: all processes do it, or none
             needs_scores = self.accelerator.gather(torch.tensor([needs_scores], device=self.accelerator.device)).any()
@@ -176,11 +202,25 @@ class PDMGRPOTrainer(GRPOTrainer):
             batch["behavior_topk_ids"], batch["behavior_topk_logps"] = behavior
         return batch
 
+    def _generate(self, prompts: list):
+        synced = self.vllm_generation.last_sync if self.use_vllm else None
+        output = super()._generate(prompts)
+        if self.use_vllm and (sync := self.vllm_generation.last_sync) is not synced:
+            self._metrics[self._mode]["weight_sync/seconds"].append(sync.seconds)
+            self._metrics[self._mode]["weight_sync/bytes"].append(sync.bytes)
+        if not isinstance(output, tuple) or len(output) != 8:
+            raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns 8 values, logprobs in fifth place.")
+        if self.use_vllm:
+            rollout.check_not_all_nan(output[4])
+        if isinstance(self._phase, _Rollout):
+            self._phase.sampled, self._phase.logprobs = True, output[4]
+        return output
+
     def _score_behavior(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         score, args = super()._get_per_token_logps_and_entropies, self.args
         batch_size = getattr(args, f"per_device_{self._mode}_batch_size")
         return rollout.score_behavior(
-            score, self.model, batch, batch_size, args.divergence_top_k, args.gradient_checkpointing_kwargs
+            score, self.model, batch, batch_size, args.candidates, args.gradient_checkpointing_kwargs
         )
 
     @staticmethod
@@ -192,90 +232,128 @@ class PDMGRPOTrainer(GRPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if "behavior_topk_ids" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # The advantages are held back until the forward has told which tokens may update: were TRL to read them
-        # earlier, it would fail instead of training without the mask.
-        held_back = ("advantages", "old_per_token_logps")
-        self._loss_inputs = {name: value for name, value in inputs.items() if name not in held_back}
-        self._batch = inputs
-        try:
-            loss = super().compute_loss(model, self._loss_inputs, return_outputs, num_items_in_batch)
-            if self._loss_inputs is not None:
-                raise TRLCompatibilityError("`GRPOTrainer._compute_loss` no longer scores the batch it trains on.")
-            return loss
-        except KeyError as error:
-            if error.args != ("advantages",):
-                raise
-            raise TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.") from error
-        finally:
-            self._loss_inputs = self._batch = None
+        # The advantages are held back until the forward has told which tokens may update: were they read earlier, the
+        # loss would train without the mask.
+        given = {name: value for name, value in inputs.items() if name not in ("advantages", "old_per_token_logps")}
+        with self._during(_Loss(model, inputs, given)) as loss:
+            try:
+                value = super().compute_loss(model, given, return_outputs, num_items_in_batch)
+            except KeyError as error:
+                if error.args != ("advantages",) or loss.scored:
+                    raise
+                raise self._read_too_early() from error
+        if not loss.scored:
+            raise TRLCompatibilityError("`GRPOTrainer._compute_loss` no longer scores the batch it trains on.")
+        return value
+
+    def _read_too_early(self) -> Exception:
+        overrides = [cls for cls in type(self).__mro__ if "_compute_loss" in vars(cls)]
+        if overrides[0] is GRPOTrainer:
+            return TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.")
+        return RuntimeError(
+            f"`{overrides[0].__name__}._compute_loss` reads `inputs['advantages']` before the forward pass, which decides "
+            "which tokens may update. Read them after `self._get_per_token_logps_and_entropies(...)`, masked and of shape "
+            "(B, T), or override `compute_loss`, whose `inputs['advantages']` are those of the rollout."
+        )
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        score = super()._get_per_token_logps_and_entropies
-        inputs, self._loss_inputs = self._loss_inputs, None
-        if inputs is None and self._skip_scoring:
-            self._skip_scoring = False
+        score, phase = super()._get_per_token_logps_and_entropies, self._phase
+        arguments = model, input_ids, attention_mask, logits_to_keep, batch_size
+        if isinstance(phase, _Rollout) and phase.sampled and phase.to_decline and model is self.model:
+            phase.to_decline = False
             return None, None, None
-        if inputs is None:
-            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        if not (isinstance(phase, _Loss) and not phase.scored and model is phase.model):
+            return score(*arguments, **kwargs)
+        phase.scored = True
+        evidence, logps, entropy, *others = self._gather_evidence(phase, *arguments, **kwargs)
+
+        def without_noise() -> Evidence:
+            with torch.no_grad(), noise.silenced(model):
+                return self._gather_evidence(phase, *arguments, **kwargs)[0]
+
+        mask = self._trained_on(phase.given)
+        self._check_sync(evidence, mask, without_noise)
+        logps = self._apply_trust_region(phase, evidence, logps, entropy, mask)
+        return logps, entropy, *others
+
+    def _gather_evidence(self, loss, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs):
+        """The two policies at the tokens of a micro-batch, before what TRL's own forward yields."""
+        ids = loss.given["behavior_topk_ids"]
         with topk_head(
             attention_mask,
             logits_to_keep,
             batch_size,
-            ids=inputs["behavior_topk_ids"],
-            with_sum_sq=self.args.tail_estimator == "exact" and self.args.divergence_support == "topk",
+            ids=ids,
+            with_sum_sq=self.args.needs_sum_sq,
             with_grad=self.args.sampling_support == "replay",
         ) as scores:
-            logps, *others = score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        valid = inputs["behavior_topk_ids"] >= 0
-        valid[..., 0] = True  # an empty slot 0 is a token without evidence, not the absence of a token
-        evidence = trust_region.Evidence(inputs["behavior_topk_logps"], scores.logps, valid, scores.sum_sq)
-        mask, sums = self._trained_on(inputs), {}
-        replayed, complete = evidence, mask
-        if self._sampling_is_truncated:
-            replayed, complete, log_mass = trust_region.replay_support(*evidence)
-            sums = trust_region.summarize_support(complete, log_mass, mask)
-            if self.args.sampling_support == "replay":
-                evidence, logps = replayed, logps - log_mass
-        self._check_sync(replayed, mask & complete)
-        inputs.update(self._apply_trust_region(evidence, scores.vocab_size, mask, sums))
-        return logps, *others
-
-    def _apply_trust_region(
-        self, evidence: trust_region.Evidence, vocab_size: int, mask: Tensor, sums: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """What TRL's loss is to use, all `(B, T)`: `advantages`, zero where masked, and the behaviour logprobs, truncated
-        as `old_per_token_logps` and as they are for the sequence mask of `off_policy_mask_threshold`."""
-        advantages = self._batch["advantages"]
-        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        assessment = trust_region.assess(*evidence, vocab_size, advantages, **self.args.assessment)
-        token_sums, maxima = trust_region.summarize(assessment, *evidence[:3], advantages, mask, self._ratio_max)
-        if self.args.log_realized_alignment:
-            token_sums |= realized_alignment(
-                self._batch, self.state.global_step, assessment, *evidence[:2], advantages, mask
+            outputs = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
-        self._token_metrics.add(self._mode, token_sums | sums, maxima)
-        self._masked_column.add(self._batch, assessment.keep, mask)
-        self._token_records.keep(self._mode, self._batch, assessment, evidence, advantages, mask)
-        return {
-            "advantages": advantages * assessment.keep,
-            # At padding TRL's own are 0, and so must be what they are compared with: exp(0 - logp) may be infinite
-            "old_per_token_logps": torch.where(
-                self._batch["completion_mask"].bool(), trust_region.ratio_base(*evidence[:2], self._ratio_max), 0
-            ),
-            "sampling_per_token_logps": evidence.behavior_logps[..., 0],
-        }
+        valid = ids >= 0
+        valid[..., 0] = True  # an empty slot 0 is a token without evidence, not the absence of a token
+        evidence = Evidence(
+            behavior_logps=loss.given["behavior_topk_logps"],
+            policy_logps=scores.logps,
+            valid=valid,
+            vocab_size=scores.vocab_size,
+            policy_sum_sq=scores.sum_sq,
+        )
+        return evidence, *outputs
 
-    def _check_sync(self, evidence: trust_region.Evidence, mask: Tensor) -> None:
+    def _apply_trust_region(self, loss, evidence, logps, entropy, mask) -> Tensor:
+        """Add to `loss.given` what TRL's loss is to use, all `(B, T)`: `advantages`, zero where masked, and the behaviour
+        logprobs, truncated as `old_per_token_logps` and as they are for the sequence mask of
+        `off_policy_mask_threshold`. Returns the training policy's logprobs, over the tokens that sampling left."""
+        advantages, support = loss.batch["advantages"], {}
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        if self.use_vllm and self.vllm_generation.truncates:
+            replayed, complete, log_mass = replay_support(evidence)
+            support = dict(support_known=complete, log_surviving_mass=log_mass.detach())
+            if self.args.sampling_support == "replay":
+                # The entropy is that of the whole vocabulary: not of what the step changes then
+                evidence, logps, entropy = replayed, logps - log_mass, None
+        assessment = self._region.assess(evidence, advantages, entropy)
+        base = ratio_base(evidence, self._ratio_max)
+        # At padding TRL's own are 0, and so must be what they are compared with: exp(0 - logp) may be infinite
+        base = torch.where(loss.given["completion_mask"].bool(), base, 0)
+        if self.importance_sampling_level == "sequence":
+            # A token's logprob is in the ratio of its whole sequence. A masked one stays in its value and leaves its
+            # gradient: taken away here and not in the logprob itself, which `beta` still regularizes.
+            base = base + torch.where(assessment.keep, 0, logps - logps.detach())
+        loss.given["advantages"] = advantages * assessment.keep
+        loss.given["old_per_token_logps"] = base
+        loss.given["sampling_per_token_logps"] = evidence.behavior_logps[..., 0]
+
+        seen: dict[str, Any] = dict(mask=mask, evidence=evidence, assessment=assessment, advantages=advantages)
+        if self.args.log_realized_alignment:
+            step = self.state.global_step
+            support["forecasts"] = forecasts(loss.batch, step, assessment, evidence.log_ratio(), advantages, mask)
+        tokens = Tokens(**seen, region=self._region, ratio_max=self._ratio_max, entropy=entropy, **support)
+        self._token_metrics.add(self._mode, *summarize(tokens))
+        self._masked_column.add(loss.batch, assessment.keep, mask)
+        self._token_records.keep(self._mode, loss.batch, **seen)
+        return logps
+
+    def _check_sync(self, evidence: Evidence, mask: Tensor, without_noise: Callable[[], Evidence]) -> None:
         """Until the first update after a rollout vLLM and the trainer hold the same weights: do they agree on tokens?"""
         comparable = self.use_vllm and self.model.training and self.rollout_func is None
         if not (comparable and self.vllm_generation.samples_from_the_policy):
             return
-        if self._sync_check.is_due(step := self.state.global_step, self._sampled_at):
-            apart = self._sync_check.run(step, *evidence[:2], mask, self.vllm_generation.suspects)
-            for name, value in apart.items():
-                self._metrics["train"][f"weight_sync/{name}"].append(value)
+        if not self._sync_check.is_due(step := self.state.global_step, self._sampled_at):
+            return
+        if self._noise:
+            evidence = without_noise()
+        if self.vllm_generation.truncates:
+            evidence, complete, _ = replay_support(evidence)
+            mask = mask & complete
+        apart = self._sync_check.run(
+            step, evidence.behavior_logps, evidence.policy_logps, mask, self.vllm_generation.suspects
+        )
+        for name, value in apart.items():
+            self._metrics["train"][f"weight_sync/{name}"].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self._masked_column.fill_in()

@@ -65,15 +65,7 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
                 reload_weights(self.llm, super()._iter_named_params())
 
     class FullLogitsDPPO(PDMGRPOTrainer):
-        def _get_per_token_logps_and_entropies(
-            self, model, input_ids, attention_mask, logits_to_keep, *rest, **kwargs
-        ):
-            inputs = self._loss_inputs
-            if inputs is None:  # not in the loss
-                return super()._get_per_token_logps_and_entropies(
-                    model, input_ids, attention_mask, logits_to_keep, *rest, **kwargs
-                )
-            self._loss_inputs = None
+        def _gather_evidence(self, loss, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs):
             # The class's own forward: TRL has put its fused LM head on the instance's
             logits = (
                 type(model)
@@ -81,14 +73,16 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
                 .logits
             )
             logps = (logits[:, :-1].float() / self.temperature).log_softmax(-1)
-            ids = inputs["behavior_topk_ids"]
-            policy = logps.detach().gather(-1, ids.clamp(min=0).long())
-            evidence = Evidence(inputs["behavior_topk_logps"], policy, ids >= 0, None)
-            mask = self._trained_on(inputs)
-            inputs.update(self._apply_trust_region(evidence, logps.shape[-1], mask, {}))
+            ids = loss.given["behavior_topk_ids"]
+            evidence = Evidence(
+                behavior_logps=loss.given["behavior_topk_logps"],
+                policy_logps=logps.detach().gather(-1, ids.clamp(min=0).long()),
+                valid=ids >= 0,
+                vocab_size=logps.shape[-1],
+            )
             with torch.no_grad():
                 entropies = -(logps.exp() * logps).sum(-1)
-            return logps.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropies, None
+            return evidence, logps.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropies, None
 
     seconds = defaultdict(float)
 

@@ -5,6 +5,7 @@ import math
 import torch
 
 from tests.helpers import tiny
+from trl_pdm.trust_region import Evidence
 
 
 B, P, T, K = 4, 5, 7, 6
@@ -142,3 +143,25 @@ def unpadded(batch):
             batch["behavior_topk_ids"][row, :length],
             batch["behavior_topk_logps"][row, :length],
         )
+
+
+def batch_of_tokens(seed=0, shape=(3, 4), top_k=5, vocab_size=40):
+    """The fields of an `Evidence`, and advantages, of random policies."""
+    generator = torch.Generator().manual_seed(seed)
+    log_mu = (3 * torch.randn(*shape, vocab_size, generator=generator)).log_softmax(-1)
+    log_pi = (log_mu + torch.randn(*shape, vocab_size, generator=generator)).log_softmax(-1)
+    sampled = torch.multinomial(log_mu.exp().flatten(0, -2), 1, generator=generator).view(*shape, 1)
+    top_ids = log_mu.topk(top_k).indices
+    ids = torch.cat([sampled, top_ids], dim=-1)
+    return {
+        "behavior_logps": log_mu.gather(-1, ids),
+        "policy_logps": log_pi.gather(-1, ids),
+        "valid": torch.cat([torch.ones_like(sampled, dtype=torch.bool), top_ids != sampled], dim=-1),
+        "policy_sum_sq": (2 * log_pi).exp().sum(-1),
+        "vocab_size": vocab_size,
+        "advantages": torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator),
+    }
+
+
+def evidence_of(inputs):
+    return Evidence(**{name: value for name, value in inputs.items() if name != "advantages"})

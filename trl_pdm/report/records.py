@@ -70,7 +70,8 @@ class TokenRecords:
             "advantage": advantages.expand(mask.shape),
             "behavior_logprob": evidence.behavior_logps[..., 0],
             "policy_logprob": evidence.policy_logps[..., 0],
-        } | vars(assessment)
+        }
+        tokens |= {name: values for name, values in vars(assessment).items() if values is not None}
         completions = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "reward") if name in batch}
         tokens, completions = (
             {name: values[: self._size].detach().clone() for name, values in part.items()}

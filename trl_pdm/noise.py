@@ -1,0 +1,65 @@
+"""What moves the training policy's logprobs at random while it trains: dropout, router jitter and NEFTune."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.logging import get_logger
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+
+logger = get_logger(__name__)
+
+# Rates that a layer keeps as a number and applies itself, where no dropout module stands for them
+_RATES = re.compile(r"dropout|pdrop|jitter_noise|layerdrop")
+
+
+def sources(model: nn.Module, neftune_noise_alpha: float | None = None) -> dict[str, str]:
+    """
+    Where the training forward of `model` is random, read from its layers and not from its config, which
+    `disable_dropout` leaves as it is.
+
+    Args:
+        model (`nn.Module`): the model that is trained, with its adapter.
+        neftune_noise_alpha (`float`, *optional*): of the trainer's arguments.
+
+    Returns:
+        `dict[str, str]`: each source, with its value, and what to set to be rid of it.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd):
+            if module.p > 0 and ".lora_dropout." in name:
+                found[f"`lora_dropout={module.p}`"] = "`lora_dropout=0` in the `LoraConfig`"
+            elif module.p > 0:
+                found[f"dropout of {module.p}"] = "`disable_dropout=True`"
+            continue
+        for rate, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and _RATES.search(rate):
+                found[f"`{rate}={value}`"] = f"the model's `{rate}` to 0"
+    if neftune_noise_alpha:
+        found[f"`neftune_noise_alpha={neftune_noise_alpha}`"] = "no `neftune_noise_alpha`"
+    return found
+
+
+def warn_of(found: dict[str, str]) -> None:
+    """Say what random noise does to a trust region, once, naming each of [`sources`]."""
+    if found:
+        logger.warning(
+            f"The model trains with {', '.join(found)}, which moves its logprobs at random: the trust region takes that "
+            f"for divergence and masks tokens for it, before any update. Set {', '.join(dict.fromkeys(found.values()))}."
+        )
+
+
+@contextmanager
+def silenced(model: nn.Module) -> Iterator[None]:
+    """A block in which the forward of `model` is not random: every layer as in evaluation, then as it was."""
+    was: list[tuple[Any, bool]] = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was:
+            module.training = training
