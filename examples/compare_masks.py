@@ -4,9 +4,9 @@
 
 needs no GPU and no download, and less than half an hour on two cores. A mask is a proximity test with a direction test:
 
-    pdm               divergence, predictive      ratio_predictive  ratio, predictive
-    dppo              divergence, ratio           none              no token is ever outside
-    grpo              ratio, ratio (PPO's)
+    pdm               divergence, predictive      grpo              ratio, ratio (PPO's)
+    dppo              divergence, ratio           ratio_predictive  ratio, predictive
+    symmetric         divergence, none            none              no token is ever outside
 
 Each run is a real `PDMGRPOTrainer` on a small Qwen3 that was first taught to solve about half of a task's problems: sums
 of two two-digit numbers, or sorting five letters with every step of a selection sort written out. Within a task and a
@@ -26,10 +26,12 @@ PDM is compared with each other mask by the mean of the differences, paired over
 interval. Where that excludes 0, PDM helps or hurts; elsewhere they tie.
 
 In `--output_dir`: runs.csv, summary.csv (their means), comparisons.csv and curves.png. The same flags, the same numbers.
-`entropy` to `direction_disagreement` are the trainer's metrics, means over a run. `pdm_only`, `dppo_only` and `both` are the shares of tokens that these two masks would drop at `divergence_threshold`,
-whichever mask trains: where the first two are next to nothing, the two cannot train differently.
+`entropy` to `direction_disagreement` are the trainer's metrics, means over a run. `pdm_only`, `dppo_only` and `both` are
+the shares of tokens that these two masks would drop at `divergence_threshold`, whichever mask trains, but for GRPO's,
+which does not ask for candidates: where the first two are next to nothing, the two cannot train differently.
 """
 
+import math
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed

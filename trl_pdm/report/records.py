@@ -22,6 +22,7 @@ FOLDER = "token_assessments"
 SETTINGS_FILE = "run_settings.json"
 # Stored beside the rows, so that a reader knows which divergence they are of and where it ended
 SETTINGS = ("divergence", "divergence_threshold", "divergence_threshold_high", "proximity", "direction")
+ASSESSED = ("divergence", "predicted_change", "outside", "keep")
 MAX_TOKENS_A_CHARACTER = 4  # the bytes of a UTF-8 character
 
 
@@ -71,7 +72,7 @@ class TokenRecords:
             "behavior_logprob": evidence.behavior_logps[..., 0],
             "policy_logprob": evidence.policy_logps[..., 0],
         }
-        tokens |= {name: values for name, values in vars(assessment).items() if values is not None}
+        tokens |= {name: getattr(assessment, name) for name in ASSESSED}
         completions = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "reward") if name in batch}
         tokens, completions = (
             {name: values[: self._size].detach().clone() for name, values in part.items()}
