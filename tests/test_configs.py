@@ -1,5 +1,6 @@
 """Every configuration file loads, and its comment shows a command that exists."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -51,7 +52,10 @@ def test_the_example_reads_it(path, monkeypatch):
     parser = TrlParser((PDMScriptArguments, PDMGRPOConfig, ModelConfig))
     fields = yaml.safe_load(path.read_text())
     arguments = parser.parse_args_and_config(["--config", str(path), "--bf16", "false", "--use_cpu"])
+    groups = (PDMScriptArguments, PDMGRPOConfig, ModelConfig)
+    defaults = {field.name: field.default for group in groups for field in dataclasses.fields(group)}
     for name, value in fields.items():
+        assert value != defaults[name], f"{name} is {value} anyway"
         assert [getattr(group, name) for group in arguments if hasattr(group, name)] == [value], name
     if path.stem == "server":
         assert fields["vllm_server_host"] == "127.0.0.1" and "--host 127.0.0.1" in path.read_text()
