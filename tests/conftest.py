@@ -4,7 +4,9 @@ Where `import vllm` fails they are skipped, with the reason in the summary. With
 a skipped vLLM test is an error and a run in which no vLLM test passed fails.
 """
 
+import functools
 import gc
+import importlib.metadata
 import logging
 import os
 
@@ -27,6 +29,9 @@ for name, value in {
 # The first call of an operator can take a second or more: hypothesis's deadline of 200 ms would make tests flaky.
 settings.register_profile("trl_pdm", deadline=None)
 settings.load_profile("trl_pdm")
+
+# Accelerate asks for packages' metadata whenever it unwraps a model: to read them again is a quarter of a tiny training.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 REQUIRE_VLLM = os.environ.get("TRL_PDM_REQUIRE_VLLM") == "1"
 VLLM_TESTS_PASSED = pytest.StashKey[int]()

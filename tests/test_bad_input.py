@@ -21,6 +21,7 @@ from trl.generation import vllm_generation
 
 from tests.helpers import tiny
 from tests.helpers.references import (
+    CLIPPED,
     B,
     assert_same,
     gradients,
@@ -34,7 +35,6 @@ from tests.helpers.trainers import TWO_STEPS, make_trainer, trainer_gradients
 from tests.rollout.helpers import ENGINE, GIVEN, generate
 from tests.rollout.helpers import make_trainer as make_rollout_trainer
 from tests.rollout.test_functions import change_output
-from tests.test_trainer import CLIPPED
 from trl_pdm import PDMGRPOTrainer
 from trl_pdm.rollout import collate, with_candidates
 

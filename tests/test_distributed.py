@@ -9,7 +9,7 @@ from peft import LoraConfig
 from torch import nn
 
 from tests.helpers import tiny
-from tests.helpers.processes import free_port, in_two_processes  # noqa: F401
+from tests.helpers.processes import in_two_processes
 from tests.helpers.references import TEMPERATURE, B, K, T, full_logps, make_batch, reference_logps
 from tests.helpers.trainers import make_trainer, run
 

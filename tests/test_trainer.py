@@ -7,7 +7,7 @@ import torch
 from trl import GRPOTrainer
 
 from tests.helpers.references import (
-    TEMPERATURE,  # noqa: F401
+    CLIPPED,
     B,
     T,
     assert_same,
@@ -21,7 +21,6 @@ from tests.helpers.references import (
 from tests.helpers.trainers import make_trainer, trainer_gradients
 
 
-CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]
 SHAPED = [
     {"loss_type": "cispo", "epsilon_high": 1.1},
     {"loss_type": "sapo"},

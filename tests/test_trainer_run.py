@@ -8,7 +8,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers import tiny
 from tests.helpers.references import sampled_logps
-from tests.helpers.trainers import TWO_STEPS, Recorder, make_trainer, run, weights  # noqa: F401
+from tests.helpers.trainers import TWO_STEPS, make_trainer, run, weights
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 

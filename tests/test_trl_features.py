@@ -7,7 +7,6 @@ weights that come out are the same. Tools and environments are in `rollout/test_
 
 import asyncio
 import copy
-import gc
 import math
 
 import pandas as pd
@@ -40,15 +39,6 @@ PER_STEP = 8
 GROUP = 4
 GRPO = dict(proximity="ratio", direction="ratio", importance_ratio_max=None)
 EVERYTHING_KEPT = dict(divergence_threshold=1e9, importance_ratio_max=None)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    # Each training begins with a garbage collection, which takes longer than the training unless imports are left out
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

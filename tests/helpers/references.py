@@ -10,6 +10,7 @@ from trl_pdm.trust_region import Evidence
 
 B, P, T, K = 4, 5, 7, 6
 TEMPERATURE = 0.8
+CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo"]  # the losses that `reference_loss` knows
 
 
 def full_logps(model, batch, temperature=TEMPERATURE, **inputs):

@@ -2,9 +2,8 @@
 
 import pytest
 
+from tests.helpers.trainers import make_trainer, run
 from tests.report.runs import SAMPLE, SCHEDULE, expected_tokens
-from tests.test_trainer import make_trainer
-from tests.test_trainer_run import run
 
 
 @pytest.fixture(scope="package")

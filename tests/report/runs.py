@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tests import tiny
-from tests.test_trainer import TEMPERATURE
+from tests.helpers import tiny
+from tests.helpers.references import TEMPERATURE
 from trl_pdm.report import write_report
 from trl_pdm.report.records import FOLDER
 

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.references import B, make_batch
+from tests.helpers.trainers import make_trainer, run, trainer_gradients
 from tests.report.runs import SCHEDULE, THRESHOLD, write_page
-from tests.test_trainer import B, make_batch, make_trainer, trainer_gradients
-from tests.test_trainer_run import run
 from trl_pdm import PDMGRPOConfig
 from trl_pdm.report.records import FOLDER, TokenRecords, record_files, token_texts, write_settings
 from trl_pdm.report.runs import load_run

@@ -16,10 +16,8 @@ from tokenizers import AddedToken
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 
-from tests.helpers import tiny
+from tests.helpers import tiny, trainers
 from tests.helpers.references import reference_logps, unpadded
-from tests.helpers.trainers import ON_CPU
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 
 TOP_K = 8
@@ -149,31 +147,25 @@ def model_path(tmp_path_factory):
     return path
 
 
-def make_trainer(model_path, **kwargs):
-    args = PDMGRPOConfig(
-        output_dir=str(model_path.parent),
+def make_trainer(model_path, **options):
+    prompts = [[{"role": "user", "content": f"find {letter}"}] for letter in "uvwxyz" * 8]
+    defaults = dict(
         use_vllm=True,
         divergence_top_k=TOP_K,
         divergence_threshold=0.02,
         max_completion_length=MAX_COMPLETION_LENGTH,
+        temperature=1.0,
         per_device_train_batch_size=32,
         num_generations=4,
-        steps_per_generation=2,
-        gradient_accumulation_steps=1,
         learning_rate=1e-3,
         max_steps=4,
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=128,
-        **ON_CPU,
-    )
-    prompts = [[{"role": "user", "content": f"find {letter}"}] for letter in "uvwxyz" * 8]
-    return PDMGRPOTrainer(
-        str(model_path),
-        args=args,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=make_tokenizer(),
-        **kwargs,
+        **trainers.TWO_STEPS,
     )
+    return trainers.make_trainer(model_path.parent, model=str(model_path), **defaults | options)
 
 
 def length_of_answer(completions, **kwargs):
