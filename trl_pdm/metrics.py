@@ -113,12 +113,13 @@ MASKED = Population("masked tokens", lambda t: t.mask & ~t.assessment.keep)
 SURVIVORS_KNOWN = Population(
     "tokens whose surviving candidates are all known", lambda t: _unless_none(t.support_known, lambda x: x & t.mask)
 )
-FORETOLD, FORETOLD_BY_RATIO = (
-    Population(
-        f"tokens that updated from outside and came back, judged by the {judge}",
-        lambda t, direction=direction: _unless_none(t.forecast(direction), lambda x: x != 0),
-    )
-    for direction, judge in (("predictive", "prediction"), ("ratio", "ratio"))
+FORETOLD = Population(
+    "tokens that updated from outside and came back, judged by the prediction",
+    lambda t: _unless_none(t.forecast("predictive"), lambda x: x != 0),
+)
+FORETOLD_BY_RATIO = Population(
+    "tokens that updated from outside and came back, judged by the ratio",
+    lambda t: _unless_none(t.forecast("ratio"), lambda x: x != 0),
 )
 
 
@@ -132,67 +133,77 @@ class Metric:
         kind (`str`): `"share"` or `"mean"` of a population of tokens, `"max"` over it, or `"value"`, a number of which
             the trainer has one.
         meaning (`str`): one line.
-        over ([`Population`], *optional*): whose mean or maximum it is.
-        value (`Callable`, *optional*): of each token, `(B, T)`; `None` where the metric is not logged.
     """
 
     name: str
     kind: str
     meaning: str
-    over: Population | None = None
-    value: Callable[[Tokens], Tensor | None] | None = None
+
+
+@dataclass(frozen=True)
+class TokenMetric(Metric):
+    """
+    A metric over tokens.
+
+    Args:
+        over ([`Population`]): whose share, mean or maximum it is.
+        value (`Callable`): of each token, `(B, T)`; `None` where the metric is not logged.
+    """
+
+    over: Population
+    value: Callable[[Tokens], Tensor | None]
 
 
 # fmt: off
-METRICS = (
-    Metric("trust_region/outside", "share", "outside the trust region", SCORED, lambda t: t.assessment.outside),
-    Metric("trust_region/outside_half", "share", "outside if the threshold were half as large", SCORED,
-           lambda t: t.outside_at(0.5)),
-    Metric("trust_region/outside_double", "share", "outside if the threshold were twice as large", SCORED,
-           lambda t: t.outside_at(2.0)),
-    Metric("trust_region/masked", "share", "masked: outside, and the update would lead further out", SCORED,
-           lambda t: ~t.assessment.keep),
-    Metric("trust_region/masked_positive", "share", "masked, with a positive advantage", SCORED,
-           lambda t: ~t.assessment.keep & (t.advantages > 0)),
-    Metric("trust_region/masked_negative", "share", "masked, with a negative advantage", SCORED,
-           lambda t: ~t.assessment.keep & (t.advantages < 0)),
-    Metric("trust_region/direction_disagreement", "share", "prediction and ratio point opposite ways", OUTSIDE,
-           lambda t: t.disagree),
-    Metric("trust_region/divergence_mean", "mean", "divergence of the training from the behaviour policy", SCORED,
-           lambda t: t.assessment.divergence),
-    Metric("trust_region/divergence_max", "max", "the largest divergence", TRAINED, lambda t: t.assessment.divergence),
-    Metric("trust_region/topk_mass_behavior", "mean", "probability of the top K under the behaviour policy", SCORED,
-           lambda t: t.masses[0] if t.has_candidates else None),
-    Metric("trust_region/topk_mass_policy", "mean", "probability of the same tokens under the training policy", SCORED,
-           lambda t: t.masses[1] if t.has_candidates else None),
-    Metric("trust_region/unscored", "share", "the engine gave no logprob: kept, at a ratio of 1", TRAINED,
-           lambda t: ~t.scored),
-    Metric("trust_region/entropy_masked", "mean", "the policy's entropy where the mask acts, in nats", MASKED,
-           lambda t: t.entropy),
-    Metric("trust_region/entropy_kept", "mean", "the policy's entropy where a token outside updates, in nats",
-           KEPT_OUTSIDE, lambda t: t.entropy),
-    Metric("trust_region/entropy_drift", "mean",
-           "how the tokens that update change their entropy, to first order and per unit of step", TRAINED,
-           lambda t: _unless_none(t.entropy_drift, lambda drift: drift * t.assessment.keep)),
-    Metric("trust_region/entropy_drift_unmasked", "mean", "the same if nothing were masked", TRAINED,
-           lambda t: t.entropy_drift),
-    Metric("trust_region/realized_alignment_predictive", "share",
-           "the divergence moved as the prediction said (`log_realized_alignment`)", FORETOLD,
-           lambda t: _unless_none(t.forecast("predictive"), lambda x: x > 0)),
-    Metric("trust_region/realized_alignment_ratio", "share",
-           "the divergence moved as the ratio said (`log_realized_alignment`)", FORETOLD_BY_RATIO,
-           lambda t: _unless_none(t.forecast("ratio"), lambda x: x > 0)),
-    Metric("trust_region/support_unknown", "share",
-           "truncated sampling left tokens that the top K does not contain", TRAINED,
-           lambda t: _unless_none(t.support_known, torch.logical_not)),
-    Metric("trust_region/log_surviving_mass", "mean",
-           "log-probability, under the training policy, of what truncated sampling left, in nats", SURVIVORS_KNOWN,
-           lambda t: t.log_surviving_mass),
-    Metric("importance_ratio/mean", "mean", "ratio of the training to the behaviour policy", SCORED,
-           lambda t: t.ratio),
-    Metric("importance_ratio/max", "max", "the largest ratio", SCORED, lambda t: t.ratio),
-    Metric("importance_ratio/truncated", "share", "the ratio is truncated at `importance_ratio_max`", SCORED,
-           lambda t: t.ratio > (torch.inf if t.ratio_max is None else t.ratio_max)),
+METRICS: tuple[Metric, ...] = (
+    TokenMetric("trust_region/outside", "share", "outside the trust region", SCORED, lambda t: t.assessment.outside),
+    TokenMetric("trust_region/outside_half", "share", "outside if the threshold were half as large", SCORED,
+                lambda t: t.outside_at(0.5)),
+    TokenMetric("trust_region/outside_double", "share", "outside if the threshold were twice as large", SCORED,
+                lambda t: t.outside_at(2.0)),
+    TokenMetric("trust_region/masked", "share", "masked: outside, and the update would lead further out", SCORED,
+                lambda t: ~t.assessment.keep),
+    TokenMetric("trust_region/masked_positive", "share", "masked, with a positive advantage", SCORED,
+                lambda t: ~t.assessment.keep & (t.advantages > 0)),
+    TokenMetric("trust_region/masked_negative", "share", "masked, with a negative advantage", SCORED,
+                lambda t: ~t.assessment.keep & (t.advantages < 0)),
+    TokenMetric("trust_region/direction_disagreement", "share", "prediction and ratio point opposite ways", OUTSIDE,
+                lambda t: t.disagree),
+    TokenMetric("trust_region/divergence_mean", "mean", "divergence of the training from the behaviour policy", SCORED,
+                lambda t: t.assessment.divergence),
+    TokenMetric("trust_region/divergence_max", "max", "the largest divergence", TRAINED, lambda t: t.assessment.divergence),
+    TokenMetric("trust_region/topk_mass_behavior", "mean", "probability of the top K under the behaviour policy", SCORED,
+                lambda t: t.masses[0] if t.has_candidates else None),
+    TokenMetric("trust_region/topk_mass_policy", "mean", "probability of the same tokens under the training policy", SCORED,
+                lambda t: t.masses[1] if t.has_candidates else None),
+    TokenMetric("trust_region/unscored", "share", "the engine gave no logprob: kept, at a ratio of 1", TRAINED,
+                lambda t: ~t.scored),
+    TokenMetric("trust_region/entropy_masked", "mean", "the policy's entropy where the mask acts, in nats", MASKED,
+                lambda t: t.entropy),
+    TokenMetric("trust_region/entropy_kept", "mean", "the policy's entropy where a token outside updates, in nats",
+                KEPT_OUTSIDE, lambda t: t.entropy),
+    TokenMetric("trust_region/entropy_drift", "mean",
+                "how the tokens that update change their entropy, to first order and per unit of step", TRAINED,
+                lambda t: _unless_none(t.entropy_drift, lambda drift: drift * t.assessment.keep)),
+    TokenMetric("trust_region/entropy_drift_unmasked", "mean", "the same if nothing were masked", TRAINED,
+                lambda t: t.entropy_drift),
+    TokenMetric("trust_region/realized_alignment_predictive", "share",
+                "the divergence moved as the prediction said (`log_realized_alignment`)", FORETOLD,
+                lambda t: _unless_none(t.forecast("predictive"), lambda x: x > 0)),
+    TokenMetric("trust_region/realized_alignment_ratio", "share",
+                "the divergence moved as the ratio said (`log_realized_alignment`)", FORETOLD_BY_RATIO,
+                lambda t: _unless_none(t.forecast("ratio"), lambda x: x > 0)),
+    TokenMetric("trust_region/support_unknown", "share",
+                "truncated sampling left tokens that the top K does not contain", TRAINED,
+                lambda t: _unless_none(t.support_known, torch.logical_not)),
+    TokenMetric("trust_region/log_surviving_mass", "mean",
+                "log-probability, under the training policy, of what truncated sampling left, in nats", SURVIVORS_KNOWN,
+                lambda t: t.log_surviving_mass),
+    TokenMetric("importance_ratio/mean", "mean", "ratio of the training to the behaviour policy", SCORED,
+                lambda t: t.ratio),
+    TokenMetric("importance_ratio/max", "max", "the largest ratio", SCORED, lambda t: t.ratio),
+    TokenMetric("importance_ratio/truncated", "share", "the ratio is truncated at `importance_ratio_max`", SCORED,
+                lambda t: t.ratio > (torch.inf if t.ratio_max is None else t.ratio_max)),
     Metric("weight_sync/seconds", "value", "seconds that the last weight sync took"),
     Metric("weight_sync/bytes", "value", "bytes that the last weight sync moved"),
     Metric("weight_sync/logp_difference_mean", "value",
@@ -200,7 +211,7 @@ METRICS = (
     Metric("weight_sync/logp_difference_max", "value", "the largest of these differences, in nats"),
 )
 # fmt: on
-TOKEN_METRICS = tuple(metric for metric in METRICS if metric.over is not None)
+TOKEN_METRICS = tuple(metric for metric in METRICS if isinstance(metric, TokenMetric))
 
 
 @torch.no_grad()
@@ -217,7 +228,7 @@ def summarize(tokens: Tokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """
     populations = {over: over.mask(tokens) for over in dict.fromkeys(metric.over for metric in TOKEN_METRICS)}
     sums = {over.meaning: mask for over, mask in populations.items() if mask is not None}
-    maxima = {}
+    maxima: dict[str, Tensor] = {}
     for metric in TOKEN_METRICS:
         mask, value = populations[metric.over], metric.value(tokens)
         if mask is not None and value is not None:

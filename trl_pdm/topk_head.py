@@ -258,17 +258,18 @@ def topk_head(
                 call["final_logit_softcapping"],
                 call["logit_scale"],
             )
-            chunk_ids = None if ids is None else ids[rows_done : rows_done + rows].flatten(0, 1)[slots]
             logps = outputs[0].float()[source, None]
-            if ids is None and top_k == 0:
-                chunk_ids = targets[:, None].int()
-            elif ids is None:
+            if ids is not None:
+                chunk_ids = ids[rows_done : rows_done + rows].flatten(0, 1)[slots]
+                if chunk_ids.shape[1] > 1:
+                    # An empty slot 0 still stands for the sampled token.
+                    z = head.at(torch.cat([targets[:, None].to(chunk_ids.dtype), chunk_ids[:, 1:]], dim=1))
+                    logps = logps + (z - z[:, :1])
+            elif top_k > 0:
                 chunk_ids, z = head.top(top_k, targets)
                 logps = logps + (z - z[:, :1])
-            elif chunk_ids.shape[1] > 1:
-                # An empty slot 0 still stands for the sampled token.
-                z = head.at(torch.cat([targets[:, None].to(chunk_ids.dtype), chunk_ids[:, 1:]], dim=1))
-                logps = logps + (z - z[:, :1])
+            else:
+                chunk_ids = targets[:, None].int()
             sum_sq = lay_out(outputs[2].exp()[source]) if with_sum_sq else None
             scores._chunks.append((lay_out(chunk_ids, -1), lay_out(logps), sum_sq))
             scores.vocab_size = len(call["weight"])

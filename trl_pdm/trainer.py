@@ -307,7 +307,8 @@ class PDMGRPOTrainer(GRPOTrainer):
         """Add to `loss.given` what TRL's loss is to use, all `(B, T)`: `advantages`, zero where masked, and the behaviour
         logprobs, truncated as `old_per_token_logps` and as they are for the sequence mask of
         `off_policy_mask_threshold`. Returns the training policy's logprobs, over the tokens that sampling left."""
-        advantages, support = loss.batch["advantages"], {}
+        advantages = loss.batch["advantages"]
+        support: dict[str, Any] = {}
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         if self.use_vllm and self.vllm_generation.truncates:
             replayed, complete, log_mass = replay_support(evidence)
@@ -327,14 +328,13 @@ class PDMGRPOTrainer(GRPOTrainer):
         loss.given["old_per_token_logps"] = base
         loss.given["sampling_per_token_logps"] = evidence.behavior_logps[..., 0]
 
-        seen: dict[str, Any] = dict(mask=mask, evidence=evidence, assessment=assessment, advantages=advantages)
         if self.args.log_realized_alignment:
             step = self.state.global_step
             support["forecasts"] = forecasts(loss.batch, step, assessment, evidence.log_ratio(), advantages, mask)
-        tokens = Tokens(**seen, region=self._region, ratio_max=self._ratio_max, entropy=entropy, **support)
+        tokens = Tokens(mask, self._region, evidence, assessment, advantages, self._ratio_max, entropy, **support)
         self._token_metrics.add(self._mode, *summarize(tokens))
         self._masked_column.add(loss.batch, assessment.keep, mask)
-        self._token_records.keep(self._mode, loss.batch, **seen)
+        self._token_records.keep(self._mode, loss.batch, assessment, evidence, advantages, mask)
         return logps
 
     def _check_sync(self, evidence: Evidence, mask: Tensor, without_noise: Callable[[], Evidence]) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.helpers import tiny
 from tests.helpers.references import T
 from tests.helpers.trainers import TWO_STEPS, Recorder, make_trainer
-from trl_pdm import trust_region
+from trl_pdm import noise, trust_region
 from trl_pdm.weight_sync import engine
 from trl_pdm.weight_sync.check import SyncCheck, WeightSyncError
 
@@ -62,7 +62,10 @@ def test_replayed_support_equals_a_softmax_over_the_survivors():
     ids = torch.cat([ids, torch.tensor([[0, 1]]).expand(6, 2)], -1)
     valid = torch.ones_like(ids, dtype=torch.bool)
     policy = logits.log_softmax(-1).gather(-1, ids)
-    evidence, complete, log_mass = trust_region.replay_support(behavior, policy, valid, policy.exp().square().sum(-1))
+    sum_sq = policy.exp().square().sum(-1)
+    evidence, complete, log_mass = trust_region.replay_support(
+        trust_region.Evidence(behavior, policy, valid, vocab_size=12, policy_sum_sq=sum_sq)
+    )
     assert complete.tolist() == [True] * 3 + [False] * 3
     expected = logits.gather(-1, ids[:, :5]).log_softmax(-1)  # an independent softmax, with its gradient
     torch.testing.assert_close(evidence.policy_logps[:3, :5], expected[:3].detach())
@@ -127,6 +130,18 @@ class TestOnARealEngine:
         assert len(means) == 3 and max(means) < 0.02  # three rollouts, the last after four updates
         assert max(log.get("trust_region/divergence_max", 0) for log in logs) > 0.01, "the policy must move"
 
+    def test_dropout_is_left_out_of_the_comparison(self, trainer, restart, monkeypatch):
+        for layer in trainer.model.model.layers:
+            monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.5)
+        monkeypatch.setattr(trainer, "_noise", noise.sources(trainer.model))
+        quiet = [log["weight_sync/logp_difference_mean"] for log in restart() if "reward" in log]
+        monkeypatch.setattr(trainer, "_noise", {})  # compared with the training forward, as it is
+        monkeypatch.setattr(trainer._sync_check, "threshold", 100.0)
+        noisy = [
+            log["weight_sync/logp_difference_mean"] for log in restart() if "weight_sync/logp_difference_mean" in log
+        ]
+        assert len(quiet) > 1 and max(quiet) < 0.03 and min(noisy) > 3 * max(quiet)
+
     def test_an_evaluation_between_updates_is_no_rollout(self, trainer, restart, monkeypatch):
         """It syncs the engine, but the next update trains on what older weights sampled."""
         for name, value in {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}.items():
@@ -182,9 +197,8 @@ class TestOnARealEngine:
     def test_replay_makes_on_policy_ratios_one_under_truncation(
         self, trainer, restart, monkeypatch, caplog, name, value, support, is_one
     ):
-        assert not trainer._sampling_is_truncated and not trainer.vllm_generation.truncates
+        assert not trainer.vllm_generation.truncates
         monkeypatch.setattr(trainer.vllm_generation, name, value)
-        monkeypatch.setattr(trainer, "_sampling_is_truncated", trainer.vllm_generation.truncates)
         monkeypatch.setattr(trainer.args, "sampling_support", support)
         monkeypatch.setattr(trainer.vllm_generation, "_told_of_truncation", False)
         logs = [log for log in restart() if "weight_sync/logp_difference_mean" in log]

@@ -57,7 +57,7 @@ class Figure:
 
 
 # fmt: off
-FIGURES = {name: Figure(title, plots) for name, title, *plots in (
+FIGURES = {name: Figure(title, tuple(plots)) for name, title, *plots in (
     ("reward", "Reward", Curves("reward", {"reward": "training", "eval_reward": "evaluation"})),
     ("divergence", "Divergence from the behaviour policy", Curves("divergence", {
         "trust_region/divergence_mean": "mean", "trust_region/divergence_max": "max"}, log=True)),
