@@ -84,7 +84,7 @@ def main() -> int:
     print(", ".join(f"{package} {installed(package)}" for package in packages), flush=True)
     sentences = Sentences()
     # Without pytest's own report, and its options for it
-    options = ["--rootdir", str(ROOT), "-o", "addopts=", "-p", "no:terminal", "-m", "not slow and not vllm"]
+    options = ["--rootdir", str(ROOT), "-o", "addopts=", "-p", "no:terminal", "-m", "not vllm"]
     code = pytest.main([*options, *(str(ROOT / test) for test in TESTS)], plugins=[sentences])
     moved = sentences.print()
     if not moved and code != pytest.ExitCode.OK:

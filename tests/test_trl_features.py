@@ -34,6 +34,7 @@ from tests.helpers.trainers import TWO_STEPS, make_trainer, run, weights
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
 
 
+pytestmark = pytest.mark.slow  # a hundred trainings
 EOS = 1
 PER_STEP = 8
 GROUP = 4

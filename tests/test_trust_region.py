@@ -385,6 +385,7 @@ def test_every_combination_of_choices(token, choices, advantage):
 logps = st.one_of(st.floats(-100, 0), st.sampled_from([-100.0, -1e-7, -1e-30, -0.0, 0.0, 1e-3, -INF]))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(logps, logps, st.booleans()), min_size=1, max_size=5),
     st.floats(0, 1),

@@ -31,6 +31,7 @@ def page(trained):
     return folder / "report.html"
 
 
+@pytest.mark.slow
 def test_curves_show_what_was_logged(trained, tmp_path, monkeypatch):
     trainer, folder, _ = trained
     drawn, plot = {}, matplotlib.axes.Axes.plot
@@ -91,6 +92,7 @@ def colours_of(png):
     return {f"#{r:02X}{g:02X}{b:02X}" for _, (r, g, b) in image.getcolors(1 << 24)}
 
 
+@pytest.mark.slow
 def test_runs_are_overlaid_in_colours_of_their_own(page, tmp_path):
     folder = page.parent
     mine, other = tmp_path / "_mine", write_log(tmp_path / "b<b>$x_1^2", [{"step": s, "reward": s} for s in range(9)])
@@ -177,6 +179,7 @@ def test_a_step_without_records_names_those_that_have_them(trained):
         write_report(trained[1], step=3)
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_one_line(tmp_path):
     command = [sys.executable, "-m", "trl_pdm.report", str(tmp_path / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -226,6 +229,7 @@ def state(row):
     return "masked" if not row.keep else "outside" if row.outside else "inside"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme, width", [("light", 1280), ("dark", 1280), ("light", 360)])
 def test_the_page_fits_and_is_complete(browser, page, trained, theme, width):
     look_at(browser, page, theme, width)
@@ -257,6 +261,7 @@ def tip(browser, token):
     return token.find_element("class name", "tip").text
 
 
+@pytest.mark.slow
 def test_tooltips_come_by_mouse_and_keyboard(browser, page):
     from selenium.webdriver import ActionChains, Keys
 
@@ -291,6 +296,7 @@ def test_tooltips_come_by_mouse_and_keyboard(browser, page):
         assert width <= 360, "a tooltip widens the page"
 
 
+@pytest.mark.slow
 def test_the_tooltip_of_a_completions_last_token_is_not_cut_off(browser, page):
     """It stands over the end of its completion, which clips what it holds."""
     look_at(browser, page, width=360)
@@ -307,6 +313,7 @@ def test_the_tooltip_of_a_completions_last_token_is_not_cut_off(browser, page):
         assert "rgb({}, {}, {})".format(*screen.getpixel((left + width - 3, y))) == ink
 
 
+@pytest.mark.slow
 def test_printed_it_is_light_and_without_tooltips(browser, page):
     look_at(browser, page, theme="dark", media="print")
     focused = browser.find_elements("class name", "token")[0]
@@ -320,6 +327,7 @@ def test_printed_it_is_light_and_without_tooltips(browser, page):
         assert browser.execute_script(f"return {key}.printColorAdjust") == "exact"
 
 
+@pytest.mark.slow
 def test_a_long_run_loads_in_two_seconds(browser, tmp_path):
     """1,000 steps and 16 completions, of 500 tokens each: the best of three, as other processes take their time too."""
     page = write_report(synthetic_run(tmp_path / "long", steps=1000, completions=16, length=500, recorded=3))
@@ -341,6 +349,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_text_is_text(browser, trained, tmp_path):
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     shutil.copytree(trained[1], folder)
