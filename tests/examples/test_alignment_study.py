@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from .helpers import tiny
+from tests.helpers import tiny
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 import alignment_study as study  # noqa: E402
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers import tiny
 from trl_pdm import Evidence, TrustRegion
 
-from .helpers import tiny
 
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 import compare_masks  # noqa: E402
 

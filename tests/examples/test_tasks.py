@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tasks  # noqa: E402
 from compare_masks import StudyArguments  # noqa: E402
 

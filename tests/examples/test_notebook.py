@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from PIL import Image
 
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "pdm_quickstart.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "pdm_quickstart.ipynb"
 
 
 @pytest.fixture

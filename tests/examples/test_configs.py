@@ -13,7 +13,7 @@ from trl import ModelConfig, TrlParser
 from trl_pdm import PDMGRPOConfig
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 DISTRIBUTED_TYPE = {
