@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 import trl
+from jaxtyping import TypeCheckError
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from torch.testing import assert_close
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
+from tests.helpers.shapes import shapes_checked
 from trl_pdm import topk_head as module
 from trl_pdm._hooks import SUPPORTED_TRL, TRLCompatibilityError
 from trl_pdm.topk_head import topk_head
@@ -421,3 +423,12 @@ def test_error_where_not_every_row_passes_through_the_kernel(batch):
     with pytest.raises(ZeroDivisionError), topk_head(batch.attention_mask, T, top_k=3):
         raise ZeroDivisionError  # and no other error
     assert trl_utils._ChunkedLogProbFunction is kernel
+
+
+def test_shapes_are_those_of_the_signatures():
+    with shapes_checked("trl_pdm.topk_head") as checked:
+        head = checked._Head(torch.randn(5, 8), torch.randn(30, 8), torch.randn(30), 0.7, 20.0, 1.5)
+        ids, z = head.top(4, torch.arange(5))
+        torch.testing.assert_close(head.at(ids.clamp(min=0))[ids >= 0], z[ids >= 0])
+        with pytest.raises(TypeCheckError):
+            head.at(torch.arange(5))

@@ -3,18 +3,17 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from tests.helpers.references import batch_of_tokens as batch
 from tests.helpers.references import evidence_of
+from tests.helpers.shapes import shapes_checked
 from trl_pdm.trust_region import (
     DIRECTIONS,
     DIVERGENCES,
@@ -720,26 +719,12 @@ def test_errors_say_what_is_wrong(changes, message):
 
 
 def test_shapes_are_those_of_the_signatures():
-    """Every annotation of the module, checked while it runs: in a process of its own, since the hook is on the import."""
-    code = """
-        from jaxtyping import TypeCheckError, install_import_hook
-
-        with install_import_hook(["trl_pdm.trust_region", "trl_pdm.topk_head"], "beartype.beartype"):
-            from trl_pdm import trust_region, topk_head
-        import torch
-        from tests.test_trust_region import batch, evidence_of, DEFAULTS
-        from trl_pdm.trust_region import TrustRegion, exp_ratio, ratio_base, replay_support
-
+    with shapes_checked("trl_pdm.trust_region") as checked:
         inputs = batch()
-        evidence, region = evidence_of(inputs), TrustRegion(**DEFAULTS)
+        evidence = checked.Evidence(**{name: value for name, value in inputs.items() if name != "advantages"})
+        region = checked.TrustRegion(**DEFAULTS)
         region.assess(evidence, inputs["advantages"], torch.ones(3, 4))
-        replay_support(evidence), ratio_base(evidence, 2.0), evidence.support_masses(), exp_ratio(evidence.log_ratio())
-        try:
+        checked.replay_support(evidence), checked.ratio_base(evidence, 2.0)
+        evidence.support_masses(), checked.exp_ratio(evidence.log_ratio())
+        with pytest.raises(TypeCheckError):
             region.is_outside(torch.ones(3, 4), torch.ones(3, 5), torch.ones(3, 1))
-        except TypeCheckError:
-            print("refused")
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=Path(__file__).parents[1]
-    )
-    assert run.stdout == "refused\n", run.stderr

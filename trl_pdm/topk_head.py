@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
@@ -56,15 +57,15 @@ class PolicyScores:
     vocab_size: int = 0
 
     @property
-    def ids(self) -> Tensor:
+    def ids(self) -> Int[Tensor, "batch tokens slots"]:
         return torch.cat([chunk[0] for chunk in self._chunks])
 
     @property
-    def logps(self) -> Tensor:
+    def logps(self) -> Float[Tensor, "batch tokens slots"]:
         return torch.cat([chunk[1] for chunk in self._chunks])
 
     @property
-    def sum_sq(self) -> Tensor | None:
+    def sum_sq(self) -> Float[Tensor, "batch tokens"] | None:
         parts = [chunk[2] for chunk in self._chunks if chunk[2] is not None]
         return torch.cat(parts) if parts else None
 
@@ -100,7 +101,7 @@ class _Head:
             z = self.softcapping * torch.tanh(z / self.softcapping)
         return z / self.temperature
 
-    def at(self, ids: Tensor) -> Tensor:
+    def at(self, ids: Int[Tensor, "tokens slots"]) -> Float[Tensor, "tokens slots"]:
         """Transformed logits of `ids` `(N, S)` at the hidden states `(N, H)`: `(N, S)`, float32."""
         return _LogitsAt.apply(self.hidden, self.weight, self.bias, ids, self)
 
@@ -117,7 +118,12 @@ class _Head:
             for s in range(0, slots, slots_at_once):
                 yield slice(t, t + tokens_at_once), slice(s, s + slots_at_once)
 
-    def products(self, hidden: Tensor, rows: Tensor, biases: Tensor | None) -> Tensor:
+    def products(
+        self,
+        hidden: Float[Tensor, "tokens width"],
+        rows: Float[Tensor, "tokens slots width"],
+        biases: Float[Tensor, "tokens slots"] | None,
+    ) -> Float[Tensor, "tokens slots"]:
         """Transformed logits of `rows` `(N, S, H)` of the head at `hidden` `(N, H)`: `(N, S)`, float32."""
         # This way round, as with `embedding` rather than indexing, a CPU is several times faster
         products = torch.bmm(hidden.to(self.dtype).unsqueeze(1), rows.to(self.dtype).transpose(1, 2)).squeeze(1)
@@ -125,7 +131,9 @@ class _Head:
             products = products + biases.to(self.dtype)
         return self.transform(products)
 
-    def top(self, k: int, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def top(
+        self, k: int, targets: Int[Tensor, " tokens"]
+    ) -> tuple[Int[Tensor, "tokens slots"], Float[Tensor, "tokens slots"]]:
         """The `k` most probable tokens behind `targets` `(N,)`: ids and transformed logits, `(N, k+1)` each."""
         vocab, device = self.weight.shape[0], targets.device
         ids = torch.empty(len(targets), k + 1, dtype=torch.int32, device=device)
@@ -194,11 +202,11 @@ class _LogitsAt(torch.autograd.Function):
 
 @contextmanager
 def topk_head(
-    attention_mask: Tensor,
+    attention_mask: Int[Tensor, "batch positions"],
     logits_to_keep: int,
     batch_size: int | None = None,
     *,
-    ids: Tensor | None = None,
+    ids: Int[Tensor, "batch tokens slots"] | None = None,
     top_k: int = 0,
     with_sum_sq: bool = False,
     with_grad: bool = False,

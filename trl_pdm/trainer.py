@@ -85,6 +85,8 @@ class PDMGRPOTrainer(GRPOTrainer):
         "citation": textwrap.dedent("""\
             @article{predictive2026divergence,
                 title        = {{Predictive Divergence Masks for LLM RL}},
+                author       = {Xiangxin Zhou and Jiarui Yao and Penghui Qi and Bowen Ping and Jiaqi Tang and Haonan Wang and
+                                Tianyu Pang},
                 year         = 2026,
                 eprint       = {arXiv:2607.10848},
             }"""),
