@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny
-from tests.helpers.references import TEMPERATURE, batch_of_tokens, evidence_of
+from tests.helpers.references import batch_of_tokens, evidence_of, full_logps
 from tests.helpers.trainers import TWO_STEPS, make_trainer, run
 from trl_pdm.metrics import METRICS, TOKEN_METRICS, TokenMetrics, Tokens, forecasts, summarize
 from trl_pdm.trust_region import TokenAssessment, TrustRegion
@@ -198,17 +198,14 @@ def test_forecasts_are_held_against_the_next_divergence():
 
 def expected_alignment(model, batch, threshold):
     """D and both directions of every trained-on token from the model's full logits, by autograd in float64."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    length = batch["completion_ids"].shape[1]
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, :-1][:, -length:].double()
+        logps = full_logps(model, batch).double()
     tokens = {}
     for b, t in batch["completion_mask"].nonzero().tolist():
         head = batch["behavior_topk_ids"][b, t]
         mu = batch["behavior_topk_logps"][b, t][head >= 0].double().exp()
         head = head[head >= 0].long()
-        z = (logits[b, t] / TEMPERATURE).requires_grad_()
+        z = logps[b, t].clone().requires_grad_()
         pi = z.softmax(-1)
         mu, pi_head = (torch.cat([p, 1 - p.sum()[None]]) for p in (mu, pi[head]))
         divergence = (mu * (mu / pi_head).log()).sum()

@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 
 from tests.helpers import tiny
-from tests.helpers.references import TEMPERATURE
+from tests.helpers.references import full_logps
 from trl_pdm.report import write_report
 from trl_pdm.report.records import FOLDER
 
@@ -22,17 +22,14 @@ SCHEDULE = dict(
 
 def expected_tokens(model, batch):
     """Every token of a micro-batch's first completions from full logits, by autograd in float64."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    length = batch["completion_ids"].shape[1]
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, :-1][:, -length:].double()
+        logps = full_logps(model, batch).double()
     tokenizer, rows = tiny.tokenizer(), []
     for b, t in batch["completion_mask"][:SAMPLE].nonzero().tolist():
         head = batch["behavior_topk_ids"][b, t]
         mu = batch["behavior_topk_logps"][b, t][head >= 0].double().exp()
         head = head[head >= 0].long()
-        z = (logits[b, t] / TEMPERATURE).requires_grad_()
+        z = logps[b, t].clone().requires_grad_()
         pi = z.softmax(-1)
         p, q = (torch.cat([part, 1 - part.sum()[None]]) for part in (mu, pi[head]))
         divergence = (p * (p / q).log()).sum()
