@@ -68,7 +68,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
         )
         generation, model = trainer.vllm_generation, trainer.model
         if trl_way and not on_gpu:
-            generation._sync = FullSync(lambda: VLLMGeneration._iter_named_params(generation), model)
+            generation._sync = FullSync(model, lambda: VLLMGeneration._iter_named_params(generation))
         elif trl_way:
 
             def counted():

@@ -53,7 +53,9 @@ def engine_args(started, monkeypatch):
 
 @pytest.fixture
 def vllm_warnings(caplog):
-    """vLLM's loggers do not propagate."""
+    """vLLM's loggers do not propagate, and importing it sets their handlers."""
+    import vllm  # noqa: F401
+
     logging.getLogger("vllm").addHandler(caplog.handler)
     yield lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     logging.getLogger("vllm").removeHandler(caplog.handler)

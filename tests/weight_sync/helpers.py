@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.helpers import tiny, trainers
-from trl_pdm.weight_sync import adapter_files
+from trl_pdm.weight_sync import adapter_files, engine
 
 
 ENGINE_NOISE = 0.02  # mean, in nats: a bf16 engine against a float32 trainer
@@ -101,3 +102,21 @@ def quantized(tmp_path, quantization=INT8, **overrides):
 def leftovers():
     parents = {Path(adapter_files._SHARED_MEMORY), Path(adapter_files.tempfile.gettempdir())}
     return [folder for parent in parents for folder in parent.glob(f"{adapter_files._FOLDER_PREFIX}*")]
+
+
+def pack_tied_heads(llm, monkeypatch):
+    """A head that computes with a copy of its weights, made when they are loaded: vLLM's own on CPUs that have kernels
+    for packed weights. This stands for it on those that have none."""
+
+    def pack(layer):
+        layer.packed = layer.weight.detach().clone()
+
+    def pack_all(model):
+        for head in engine._tied_heads(model):
+            monkeypatch.setattr(head.quant_method, "process_weights_after_loading", pack)
+            monkeypatch.setattr(
+                head.quant_method, "apply", lambda layer, x, bias=None: F.linear(x, layer.packed, bias), raising=True
+            )
+            pack(head)
+
+    llm.apply_model(pack_all)

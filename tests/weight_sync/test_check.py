@@ -8,6 +8,7 @@ import torch
 from tests.helpers import tiny
 from tests.helpers.references import T
 from tests.helpers.trainers import TWO_STEPS, Recorder, make_trainer
+from tests.weight_sync.helpers import pack_tied_heads
 from trl_pdm import noise, trust_region
 from trl_pdm.weight_sync import engine
 from trl_pdm.weight_sync.check import SyncCheck, WeightSyncError
@@ -172,13 +173,13 @@ class TestOnARealEngine:
         assert all(map(torch.equal, before, trainer.model.parameters())), "it must stop before it trains"
 
     def test_corrupted_fused_layer_is_named(self, trainer, restart, monkeypatch):
-        params = trainer.vllm_generation._sync.params
+        tensors = trainer.vllm_generation._sync.tensors
 
         def with_a_wrong_query(**kwargs):
-            for name, param in params():
+            for name, param in tensors():
                 yield name, param.flip(0) * 4 if name.endswith("0.self_attn.q_proj.weight") else param
 
-        monkeypatch.setattr(trainer.vllm_generation._sync, "params", with_a_wrong_query)
+        monkeypatch.setattr(trainer.vllm_generation._sync, "tensors", with_a_wrong_query)
         trainer.vllm_generation.sync_weights()
         monkeypatch.undo()
         assert trainer.vllm_generation.suspects() == ["model.layers.0.self_attn.qkv_proj"]
@@ -186,6 +187,7 @@ class TestOnARealEngine:
         assert trainer.vllm_generation.suspects() == []
 
     def test_stale_tied_head_stops_and_is_named(self, trainer, restart, monkeypatch):
+        pack_tied_heads(trainer.vllm_generation.llm, monkeypatch)
         monkeypatch.setattr(engine, "_repack_tied_heads", lambda model: None)
         with torch.no_grad():
             trainer.model.get_input_embeddings().weight.copy_(trainer.model.get_input_embeddings().weight.flip(0))

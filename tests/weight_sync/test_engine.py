@@ -25,17 +25,16 @@ from tests.weight_sync.helpers import (
     leftovers,
     lora,
     make_trainer,
+    pack_tied_heads,
     save_model,
 )
 from trl_pdm.weight_sync import engine, strategies
+from trl_pdm.weight_sync.parameters import held_parameters
 from trl_pdm.weight_sync.strategies import FullSync
 
 
 def sync_without(trainer, part):
-    params = list(trainer.vllm_generation._sync.params())
-    kept = SimpleNamespace(
-        mode="full", push=FullSync(lambda: [(n, p) for n, p in params if part not in n], trainer.model).push
-    )
+    kept = FullSync(trainer.model, lambda: ((n, p) for n, p in held_parameters(trainer.model) if part not in n))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.vllm_generation, "_sync", kept)
         trainer.vllm_generation.sync_weights()
@@ -77,6 +76,10 @@ def test_a_corrupted_sync_is_visible(kind, tmp_path, engine_args, vllm_warnings,
             if "lm_head" in name or "embed_tokens" in name:
                 parameter.add_(parameter.std() * torch.randn_like(parameter))
     if kind == "tied":  # the engine has no word for it, which is why it is mended here
+        pack_tied_heads(trainer.vllm_generation.llm, monkeypatch)
+        check_in_sync(trainer)
+        with torch.no_grad():
+            trainer.model.get_input_embeddings().weight.copy_(trainer.model.get_input_embeddings().weight.flip(0))
         monkeypatch.setattr(engine, "_repack_tied_heads", lambda model: None)
         assert sync_without(trainer, "none") > 5 * ENGINE_NOISE
     else:

@@ -1,5 +1,6 @@
 """Which strategy is chosen and which is refused, without an engine; what is pushed, to an engine that only takes notes."""
 
+import copy
 import logging
 import os
 import stat
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, get_peft_model
+from peft import IA3Config, PolyConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -39,7 +40,6 @@ UNSERVABLE = {
     "use_dora": {"use_dora": True},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "bias": {"bias": "lora_only"},
-    "lora_bias": {"lora_bias": True},
     "trainable_token_indices": {"trainable_token_indices": [3, 4]},
     "rank 1024": {"r": 1024},
     "rank 600": {"rank_pattern": {"q_proj": 600}},
@@ -128,7 +128,8 @@ def test_full_is_chosen_where_nothing_is_colocated_or_whole(caplog):
 
 def test_without_peft(caplog):
     model = tiny.model(V)
-    assert choose_sync("auto", model, list).params is list
+    sync = choose_sync("auto", model, pytest.fail)
+    assert {name for name, _ in sync.tensors()} == {name for name, _ in model.named_parameters()}
     assert not caplog.records, "nothing to explain"
     with pytest.raises(ValueError, match="`vllm_weight_sync='adapter'`.*no LoRA adapter"):
         choose_sync("adapter", model, list)
@@ -145,9 +146,28 @@ def test_tied_embeddings_that_an_adapter_trains_apart_are_refused(overrides):
             choose_sync(requested, model, pytest.fail)
 
 
-def test_trl_gathers_what_is_sharded_and_merges_what_is_not_plain():
-    for model, kwargs in [(lora_model(), {"sharded": True}), (lora_model(use_dora=True), {})]:
-        assert choose_sync("full", model, list, **kwargs).params is list
+NO_WEIGHTS = {
+    "PROMPT_TUNING": PromptTuningConfig(num_virtual_tokens=4),
+    "P_TUNING": PromptEncoderConfig(num_virtual_tokens=4),
+    "PREFIX_TUNING": PrefixTuningConfig(num_virtual_tokens=4),
+    "POLY": PolyConfig(target_modules=["q_proj"]),
+    "LORA": lora(lora_bias=True),
+}
+
+
+@pytest.mark.parametrize("method", NO_WEIGHTS)
+def test_adapters_that_are_no_change_of_weights_are_refused(method):
+    config = copy.deepcopy(NO_WEIGHTS[method])
+    config.task_type = "CAUSAL_LM"
+    model = get_peft_model(tiny.model(V), config)
+    for requested in ("auto", "full", "adapter"):
+        with pytest.raises(ValueError, match=f"`use_vllm=True`.*PEFT method {method}, because .*`use_vllm=False`"):
+            choose_sync(requested, model, pytest.fail)
+
+
+def test_trl_gathers_what_is_sharded():
+    model, gathered = lora_model(), {"model.norm.weight": torch.ones(3)}
+    assert dict(choose_sync("full", model, lambda: gathered.items(), sharded=True).tensors()) == gathered
 
 
 def test_quantized_bases_that_cannot_be_synchronised(tmp_path):
@@ -270,7 +290,7 @@ def test_sync_that_bypasses_this_package(monkeypatch):
 def test_server_gets_every_parameter(monkeypatch):
     model = tiny.model(V)
     generation = TopKVLLMGeneration.__new__(TopKVLLMGeneration)
-    generation.mode, generation._sync, received = "server", FullSync(model.named_parameters, model), []
+    generation.mode, generation._sync, received = "server", FullSync(model), []
     monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: received.extend(self._iter_named_params()))
     generation.sync_weights()
     assert [name for name, _ in received] == [name for name, _ in model.named_parameters()]

@@ -11,8 +11,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from .._hooks import TRLCompatibilityError, substituted
 from ..weight_sync.check import differing_tensors
-from ..weight_sync.engine import unquantized_view
-from ..weight_sync.parameters import is_bnb_quantized, lora_model_params
+from ..weight_sync.engine import engine_kwargs_for, leaving_classes_alone, unquantized_view
+from ..weight_sync.parameters import is_bnb_quantized
 from ..weight_sync.strategies import FullSync, SyncRecord, choose_sync
 from .candidates import Candidates, TokenLogprob, from_lists, token_logprobs
 
@@ -124,14 +124,14 @@ class TopKVLLMGeneration(VLLMGeneration):
             return super()._init_vllm()
         ours: dict[str, Any] = {"max_logprobs": max(self.divergence_top_k, VLLM_DEFAULT_MAX_LOGPROBS)}
         ours |= self._sync.engine_kwargs
+        ours |= engine_kwargs_for(self.model, self.model_impl, self.trust_remote_code)
         if self.quantization is not None:
             ours["quantization"] = self.quantization
         LLM, model = vllm_generation.LLM, self.model
         if is_bnb_quantized(model):
-            self.model, of_quantized = unquantized_view(model)
-            ours |= of_quantized
+            self.model = unquantized_view(model)
         try:
-            with substituted(vllm_generation, LLM=lambda **kwargs: LLM(**kwargs | ours)):
+            with substituted(vllm_generation, LLM=lambda **kwargs: LLM(**kwargs | ours)), leaving_classes_alone():
                 super()._init_vllm()
         finally:
             self.model = model
@@ -190,10 +190,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         engine that sleeps, and so has no weights, nor of one whose layers are in parts."""
         if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return []
-        # The base, where the adapter is served beside it
-        sync = self._sync
-        params = sync.params() if isinstance(sync, FullSync) else lora_model_params(self.model, merged=False)
-        return differing_tensors(self.llm, params)
+        return differing_tensors(self.llm, self._sync.tensors())  # the base, where the adapter is served beside it
 
     def sync_weights(self) -> None:
         """As `VLLMGeneration.sync_weights`; `last_sync` tells what it took.
@@ -216,6 +213,6 @@ class TopKVLLMGeneration(VLLMGeneration):
             return
         assert isinstance(self._sync, FullSync), "a server takes nothing else"
         self._moved = 0
-        for name, param in self._sync.params():
+        for name, param in self._sync.tensors():
             self._moved += param.nbytes
             yield name, param

@@ -6,10 +6,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from accelerate.logging import get_logger
 from peft.utils.integrations import get_bnb_param_type
 from torch import nn
+from transformers import AutoConfig
 
-from .parameters import Params
+from .._hooks import TRLCompatibilityError
+from .parameters import Params, is_bnb_quantized
 
 
 if TYPE_CHECKING:
@@ -17,18 +20,81 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from vllm import LLM
 
+logger = get_logger(__name__)
 
-def unquantized_view(model: "PreTrainedModel | PeftModel") -> tuple[SimpleNamespace, dict[str, Any]]:
-    """For an engine that is to hold the dequantized weights of `model`: what TRL is to see of it, and engine arguments.
 
-    TRL refuses 8-bit models, and quantizes the engine for 4-bit ones.
-    """
+def unquantized_view(model: "PreTrainedModel | PeftModel") -> SimpleNamespace:
+    """What TRL is to see of a model whose dequantized weights the engine is to hold: it refuses 8-bit models, and
+    quantizes the engine for 4-bit ones."""
     modules = [(name, m) for name, m in model.named_modules() if not get_bnb_param_type(getattr(m, "weight", None))]
-    view = SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
-    if not getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
-        return view, {}
-    # The checkpoint is quantized too: nothing in it for this engine, which gets its weights with the first sync
-    return view, {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
+    return SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
+
+
+def engine_kwargs_for(
+    model: "PreTrainedModel | PeftModel", model_impl: str = "auto", trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """
+    What an engine has to be told of a model that is not what its checkpoint says.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model that is trained.
+        model_impl (`str`, *optional*, defaults to `"auto"`): vLLM's `model_impl`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): run code that comes with the checkpoint.
+
+    Raises:
+        ValueError: The vocabulary is another than the checkpoint's, inside a model of several modalities.
+    """
+    kwargs: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
+    if is_bnb_quantized(model) and getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
+        overrides["quantization_config"] = None
+    rows = model.config.get_text_config().vocab_size
+    config = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=trust_remote_code)
+    if rows != (of_checkpoint := config.get_text_config().vocab_size):
+        if config.get_text_config() is not config:
+            raise ValueError(
+                f"`use_vllm=True` does not work with embeddings that were resized in memory (`vocab_size={rows}`, where "
+                f"the checkpoint {model.name_or_path} has {of_checkpoint}) in a model of several modalities. Save the "
+                "model with `save_pretrained`, and load it from there."
+            )
+        overrides["vocab_size"] = rows
+    if overrides:
+        # Nothing in the checkpoint is for this engine, which gets its weights with the first sync
+        kwargs |= {"load_format": "dummy", "hf_overrides": overrides}
+    if _runs_on_transformers(model, model_impl):
+        kwargs["enforce_eager"] = True
+    return kwargs
+
+
+def _runs_on_transformers(model: "PreTrainedModel | PeftModel", model_impl: str) -> bool:
+    from vllm.model_executor.models import ModelRegistry
+
+    known = [ModelRegistry.models[name] for name in model.config.architectures or () if name in ModelRegistry.models]
+    own = [entry for entry in known if not getattr(entry, "module_name", "").endswith(".transformers")]
+    return model_impl == "transformers" or (model_impl == "auto" and not own)
+
+
+@contextmanager
+def leaving_classes_alone() -> Iterator[None]:
+    """Keep vLLM's Transformers backend from decorating, for its compilation, a class of transformers that the trainer's
+    model shares: the trainer's own forward would fail from then on. The engine runs without compilation."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    if not hasattr(Base, name := "_decorate_cls_for_torch_compile"):
+        raise TRLCompatibilityError(f"vLLM's Transformers backend no longer has `{name}`.")
+
+    def tell(self, cls: type, **kwargs: Any) -> None:
+        logger.warning(
+            f"vLLM runs this model on its Transformers backend. Here that is without compilation, which would change "
+            f"`{cls.__name__}` for the trainer too: sampling is slower."
+        )
+
+    decorate = getattr(Base, name)
+    setattr(Base, name, tell)
+    try:
+        yield
+    finally:
+        setattr(Base, name, decorate)
 
 
 def reload_weights(llm: "LLM", named_params: Params) -> int:

@@ -1,18 +1,25 @@
 """What the trainer holds, under the names of a checkpoint: merged, dequantized, buffers."""
 
+import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import is_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from peft.utils.integrations import dequantize_bnb_weight, get_bnb_param_type
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedModel
 
 Params = Iterable[tuple[str, Tensor]]
 
@@ -42,41 +49,117 @@ def adapter_tensors(model: "PeftModel") -> dict[str, Tensor]:
     return tensors
 
 
+# Modules that PyTorch puts around others, of which a checkpoint knows nothing
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, BaseTunerLayer | None]]:
+    """The modules that a checkpoint knows, by their paths, each with PEFT's layer around it. What PEFT's layer holds is
+    one part, with its children; any other module is a part without them."""
+    if isinstance(module, ModulesToSaveWrapper):
+        active = next((name for name in module.active_adapters if name in module.modules_to_save), None)
+        yield from _parts(module.modules_to_save[active] if active else module.original_module, path)
+    elif isinstance(module, TrainableTokensWrapper):
+        yield from _parts(module.token_adapter, path)
+    elif isinstance(module, BaseTunerLayer):
+        yield path, module.get_base_layer(), module
+    else:
+        yield path, module, None
+        for name, child in module.named_children():
+            yield from _parts(child, path if name in _WRAPPERS else _join(path, name))
+
+
+def _join(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def base_of(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def held_names(model: "PreTrainedModel | PeftModel") -> Iterator[str]:
+    """The names of [`held_parameters`], which cost nothing."""
+    for path, _, _, names in _parts_with_parameters(model):
+        yield from (_join(path, name) for name in names)
+
+
 @torch.no_grad()
-def lora_model_params(model: "PeftModel", merged: bool) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a plain LoRA model's base, dequantized, the active adapter and what it trains along `merged`."""
-    base, adapter = model.get_base_model(), model.active_adapter
-    for name, param in base.named_parameters():
-        name = name.replace(f".modules_to_save.{adapter}.", ".")
-        if any(part in name for part in (model.base_model.prefix, ".modules_to_save.", ".original_module.")):
-            continue
-        path, _, leaf = name.rpartition(".")
-        if get_bnb_param_type(param):
-            param = _dequantized(base.get_submodule(path))
-        if path.endswith(".base_layer"):
-            path = path.removesuffix(".base_layer")
-            layer = base.get_submodule(path)
-            if merged and leaf == "weight" and adapter in layer.r:
-                param = (param.float() + layer.get_delta_weight(adapter).float()).to(param.dtype)
-        yield f"{path}.{leaf}", param
+def held_parameters(model: "PreTrainedModel | PeftModel", merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that `model` computes with, under the names of the model without PEFT.
+
+    An adapter is merged beside the weights, in float32, one layer at a time: what is trained, and what is frozen, stays
+    as it is. Quantized weights are dequantized, what several modules share comes once.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model, not sharded.
+        merged (`bool`, *optional*, defaults to `True`): with the active adapters. What they train along
+            (`modules_to_save`) comes in either case.
+    """
+    for path, module, layer, names in _parts_with_parameters(model):
+        adapter = layer if merged else None
+        if any(get_bnb_param_type(module.get_parameter(name)) for name in names):
+            module = _dequantized(module, adapter)
+        elif adapter is not None:
+            module = merged_copy(adapter)
+        for name in names:
+            yield _join(path, name), module.get_parameter(name)
 
 
-def persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _parts_with_parameters(model: "PreTrainedModel | PeftModel") -> Iterator[tuple[str, nn.Module, Any, list[str]]]:
+    shared: set[int] = set()
+    for path, module, layer in _parts(base_of(model)):
+        named = module.named_parameters(recurse=layer is not None)
+        own = {name: id(param) for name, param in named if id(param) not in shared}
+        shared.update(own.values())
+        if own:
+            yield path, module, layer, list(own)
+
+
+def persistent_buffers(model: "PreTrainedModel | PeftModel") -> Iterator[tuple[str, Tensor]]:
     """What a checkpoint holds beside parameters, under its names there, e.g. a router's correction bias. To vLLM it may be
     a parameter, which a reload leaves undefined where it gets the layer's other parameters only."""
-    of_peft = (".original_module.", model.base_model.prefix) if is_peft_model(model) else ()
-    base = model.get_base_model() if of_peft else model
-    for path, module in base.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            name = f"{path}.{leaf}"
-            if leaf in module._non_persistent_buffers_set or any(part in name for part in of_peft):
-                continue
-            for part in (".base_layer", ".modules_to_save.default", "._checkpoint_wrapped_module"):
-                name = name.replace(part, "")
-            yield name, buffer
+    for path, part, layer in _parts(base_of(model)):
+        for name, module in part.named_modules() if layer is not None else [("", part)]:
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if leaf not in module._non_persistent_buffers_set:
+                    yield _join(path, name, leaf), buffer
 
 
-def _dequantized(module: nn.Linear) -> Tensor:
+def merged_copy(layer: BaseTunerLayer) -> nn.Module:
+    """The module in `layer` as the active adapters make it. It shares nothing with `layer`.
+
+    Raises:
+        Exception: PEFT cannot merge this kind of layer.
+    """
+    twins: dict[int, Any] = {}
+    for tensor in chain(layer.parameters(), layer.buffers()):
+        wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+        twin = tensor.detach().to(wide, copy=True)
+        twins[id(tensor)] = nn.Parameter(twin, requires_grad=False) if isinstance(tensor, nn.Parameter) else twin
+    for module in layer.modules():  # a hook may hold on to a whole model
+        twins |= {id(hooks): OrderedDict() for hooks in (module._forward_hooks, module._forward_pre_hooks)}
+    copied = copy.deepcopy(layer, twins).eval()
+    for module in list(copied.modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+    merged = copied.get_base_layer()
+    for name, param in layer.get_base_layer().named_parameters():
+        held = merged.get_parameter(name)
+        held.data = held.data.to(param.dtype)
+    return merged
+
+
+def _dequantized(module: nn.Linear, adapter: BaseTunerLayer | None) -> nn.Module:
+    weight = _dequantized_weight(module)
+    if adapter is not None:
+        deltas = (adapter.get_delta_weight(name) for name in adapter.active_adapters if name in adapter.r)
+        weight = sum((delta.float() for delta in deltas), weight.float()).to(weight.dtype)
+    plain = nn.Module()
+    plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), module.bias
+    return plain
+
+
+def _dequantized_weight(module: nn.Linear) -> Tensor:
     if not getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
         return dequantize_bnb_weight(module.weight, state=getattr(module, "state", None))
     # An evaluation on a CPU repacks 4-bit weights for a product that is now the only one to read them

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from inspect import getmembers, ismethod, signature
 from itertools import chain
 from pathlib import Path
@@ -13,20 +13,25 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from peft import PeftType
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import nn
 
 from .._hooks import TRLCompatibilityError
 from .adapter_files import private_folder, remove_stale_folders
+from .checkpoint_names import CheckpointNames
 from .engine import reload_weights
 from .parameters import (
     Params,
     adapter_rank,
     adapter_tensors,
+    base_of,
+    held_names,
+    held_parameters,
     is_bnb_quantized,
     lora_layers,
-    lora_model_params,
+    merged_copy,
     persistent_buffers,
 )
 
@@ -58,19 +63,25 @@ class FullSync:
     """Every parameter, every time.
 
     Args:
-        params (`Callable`): yields the parameters under the names and in the shapes of the checkpoint.
-        model (`nn.Module`): the model that is trained, whose buffers go along.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model that is trained.
+        params (`Callable`, *optional*): yields its parameters, under their names in memory, where
+            [`held_parameters`] cannot.
     """
 
     mode = "full"
     engine_kwargs: dict[str, Any] = {}
 
-    def __init__(self, params: Callable[[], Params], model: nn.Module):
-        self.params, self.model = params, model
+    def __init__(self, model: "PreTrainedModel | PeftModel", params: Callable[[], Params] | None = None):
+        self.model = model
+        self._params = params or partial(held_parameters, model)
+
+    def tensors(self) -> Params:
+        """Everything that is pushed, as a checkpoint names it."""
+        yield from checkpoint_tensors(self.model, self._params())
 
     def push(self, llm: "LLM") -> int:
         """Bring an engine in this process up to date. Returns the bytes moved."""
-        return reload_weights(llm, chain(self.params(), persistent_buffers(self.model)))
+        return reload_weights(llm, self.tensors())
 
 
 class AdapterSync:
@@ -89,6 +100,10 @@ class AdapterSync:
         self.request: Any = None  # the live version. Each has its own id, because vLLM caches by id.
         remove_stale_folders()
 
+    def tensors(self) -> Params:
+        """The base that is pushed, as a checkpoint names it."""
+        yield from checkpoint_tensors(self.model, held_parameters(self.model, merged=False))
+
     def push(self, llm: "LLM") -> int:
         """Bring an engine in this process up to date. Returns the bytes moved."""
         from vllm.lora.request import LoRARequest
@@ -96,8 +111,7 @@ class AdapterSync:
         moved, old = 0, self.request.lora_int_id if self.request else 0
         if not old or self.base_every_time:
             # The engine loaded a checkpoint, which need not be what the trainer holds
-            params = lora_model_params(self.model, merged=False)
-            moved += reload_weights(llm, chain(params, persistent_buffers(self.model)))
+            moved += reload_weights(llm, self.tensors())
         if old:
             llm.llm_engine.remove_lora(old)
         else:
@@ -150,15 +164,21 @@ def choose_sync(
     Args:
         requested (`str`): `"full"`, `"adapter"`, or `"auto"` for `"adapter"` where vLLM can serve it.
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model that is trained.
-        stock_params (`Callable`): TRL's own walk over the parameters, which gathers sharded ones and merges adapters.
+        stock_params (`Callable`): TRL's own walk over the parameters, which gathers sharded ones.
         colocated (`bool`, *optional*, defaults to `True`): the engine runs in this process.
         sharded (`bool`, *optional*, defaults to `False`): parameters are sharded (ZeRO-3, FSDP).
         base_every_time (`bool`, *optional*, defaults to `False`): the engine forgets its weights between syncs.
 
     Raises:
         ValueError: `"adapter"` was asked for and is impossible, or the model cannot be synchronised at all: a quantized
-            base without a plain adapter, or an adapter that unties tied embeddings.
+            base without a plain adapter, an adapter that unties tied embeddings, or one that is no change of weights.
     """
+    if is_peft_model(model) and (why := why_not_mergeable(model, sharded)):
+        raise ValueError(
+            f"`use_vllm=True` does not work with this adapter of the PEFT method "
+            f"{model.active_peft_config.peft_type.value}, because {why}. Train a plain LoRA adapter "
+            "(`peft_config=LoraConfig(...)`), or set `use_vllm=False`."
+        )
     if is_peft_model(model) and parts_tied_embeddings(model):
         raise ValueError(
             "`use_vllm=True` does not work with this adapter, because the model ties its input and output embeddings and "
@@ -180,8 +200,16 @@ def choose_sync(
         return AdapterSync(model, base_every_time)
     if requested == "auto" and is_peft_model(model):
         logger.warning(f"`vllm_weight_sync='auto'` moves all weights at each sync ('full'), because {reason}.")
-    # TRL merges in place and subtracts again, which in bf16 moves the weights that are trained
-    return FullSync(stock_params if not_plain else lambda: lora_model_params(model, merged=True), model)
+    # Sharded weights go TRL's way. It merges an adapter in place and subtracts it again: under ZeRO-3 into gathered copies,
+    # which are dropped, under FSDP into the shards, where a bf16 base moves a little with each sync.
+    return FullSync(model, stock_params if sharded else None)
+
+
+def checkpoint_tensors(model: "PreTrainedModel | PeftModel", params: Params) -> Params:
+    """`params` of `model` and its persistent buffers, as a checkpoint has them."""
+    # A walk without tensors knows all names beforehand
+    names = chain(held_names(model), (name for name, _ in persistent_buffers(model)))
+    yield from CheckpointNames(base_of(model), names).convert(chain(params, persistent_buffers(model)))
 
 
 # ---- What vLLM can serve
@@ -214,6 +242,30 @@ def why_not_plain_lora(model: "PreTrainedModel | PeftModel", sharded: bool = Fal
         variant = getattr(layer, "lora_variant", {}).get(model.active_adapter)
         if variant or not isinstance(layer.base_layer, (nn.Linear, nn.Embedding)):
             return f"LoRA of `{name}` is not plain"
+    return None
+
+
+# What these add depends on the input: no weights are like it
+_NO_WEIGHTS = {PeftType.XLORA, PeftType.ADAPTION_PROMPT}
+
+
+def why_not_mergeable(model: "PeftModel", sharded: bool = False) -> str | None:
+    """Why no weights of the model without PEFT compute what `model` does; `None` where there are some."""
+    config = model.active_peft_config
+    if config.is_prompt_learning or config.peft_type in _NO_WEIGHTS:
+        return "it adds to what the model is given and not to its weights"
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    tried: set[Any] = set()
+    for layer in layers if not sharded else ():
+        base = layer.get_base_layer()
+        kind = (type(layer), type(base), tuple(name for name, _ in base.named_parameters()))
+        if kind in tried or is_bnb_quantized(base):
+            continue
+        tried.add(kind)
+        try:
+            merged_copy(layer)
+        except Exception as error:  # whatever PEFT says of what it has no code for
+            return f"PEFT cannot merge it ({str(error).strip() or type(error).__name__})"
     return None
 
 
