@@ -344,12 +344,17 @@ class PDMGRPOConfig(GRPOConfig):
             reasons = "; ".join(f"`{name}={getattr(self, name)!r}`, as {reason}" for name, reason in idle.items())
             logger.warning(f"These options have no effect here: {reasons}.")
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse a top K that the model's vocabulary does not have.
+    def check_vocabulary(self, vocab_size: int, tokens: int = 0) -> None:
+        """Refuse a top K, or tokens, that the model's vocabulary does not have.
 
         Raises:
-            ValueError: `divergence_top_k` is above `vocab_size`.
+            ValueError: `divergence_top_k` or `tokens`, the tokenizer's, is above `vocab_size`.
         """
+        if tokens > vocab_size:
+            raise ValueError(
+                f"The tokenizer of `processing_class` has {tokens} tokens, but the model embeds {vocab_size} "
+                f"(`vocab_size`). Call `model.resize_token_embeddings({tokens})`, or use the model's own tokenizer."
+            )
         if self.candidates > vocab_size:
             raise ValueError(
                 f"`divergence_top_k` must be at most the model's vocabulary of {vocab_size} tokens, got "

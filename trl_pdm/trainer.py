@@ -99,7 +99,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._sampled_at: int | None = None  # the step of the rollout that is trained on
 
         def vllm_generation(**vllm_kwargs):
-            self.args.check_vocabulary(self._vocab_size)  # before the engine takes its time to start
+            self.args.check_vocabulary(self._vocab_size, self._tokens)  # before the engine takes its time to start
             return rollout.TopKVLLMGeneration(
                 divergence_top_k=self.args.candidates,
                 weight_sync=self.args.vllm_weight_sync,
@@ -109,7 +109,7 @@ class PDMGRPOTrainer(GRPOTrainer):
 
         with substituted(grpo_trainer, VLLMGeneration=vllm_generation, GRPOConfig=PDMGRPOConfig):
             super().__init__(model, reward_funcs, PDMGRPOConfig.from_grpo(args), *other_args, **kwargs)
-        self.args.check_vocabulary(self._vocab_size)
+        self.args.check_vocabulary(self._vocab_size, self._tokens)
         if self.use_vllm and not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
             raise TRLCompatibilityError(
                 "`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`."
@@ -133,6 +133,13 @@ class PDMGRPOTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _tokens(self) -> int:
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        # Some tokenizers of text models know a placeholder for images that their text models have no row for
+        placeholders = {getattr(tokenizer, f"{kind}_token_id", None) for kind in ("image", "audio", "video")}
+        return 1 + max(set(tokenizer.get_vocab().values()) - placeholders, default=-1)
 
     @property
     def _vocab_size(self) -> int:

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import IA3Config, PolyConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.helpers import tiny
+from tests.weight_sync import architectures
+from tests.weight_sync.architectures import with_lora
 from tests.weight_sync.helpers import (
     INT8,
     V,
@@ -22,10 +25,12 @@ from tests.weight_sync.helpers import (
     lora_model,
     make_trainer,
     quantized,
+    save_model,
 )
 from trl_pdm import PDMGRPOConfig
 from trl_pdm._hooks import TRLCompatibilityError
 from trl_pdm.rollout import TopKVLLMGeneration
+from trl_pdm.weight_sync.engine import engine_kwargs_for
 from trl_pdm.weight_sync.strategies import AdapterSync, FullSync, choose_sync
 
 
@@ -108,6 +113,11 @@ def test_full_is_chosen_for_other_models(caplog):
     awq = lora_model()
     awq.config.quantization_config = {"quant_method": "awq"}
     refused_as_adapter(awq, "other means than bitsandbytes", caplog)
+
+    in_parts = with_lora(architectures.build("GLM-4"))
+    refused_as_adapter(
+        in_parts, "Glm4ForCausalLM has LoRA of `gate_up_proj` in parts only (gate_proj, up_proj)", caplog
+    )
 
     experts = get_peft_model(
         tiny.model(V, moe=True), lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
@@ -295,3 +305,34 @@ def test_server_gets_every_parameter(monkeypatch):
     generation.sync_weights()
     assert [name for name, _ in received] == [name for name, _ in model.named_parameters()]
     assert generation.last_sync.mode == "full" and generation.last_sync.bytes == full_bytes(model)
+
+
+# ---- Vocabularies
+
+
+@pytest.mark.vllm
+def test_engine_is_built_for_a_vocabulary_that_was_resized_in_memory(tmp_path):
+    path = save_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert engine_kwargs_for(model) == {}
+    for rows in (V + 3, V - 2, 64):
+        model.resize_token_embeddings(rows)
+        assert engine_kwargs_for(model) == {"load_format": "dummy", "hf_overrides": {"vocab_size": rows}}
+
+
+def test_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: pytest.fail("an engine was started"), raising=False)
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<one>", "<two>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<three>"]})
+    for use_vllm in (False, True):
+        with pytest.raises(ValueError, match=rf"`processing_class` has {V + 3} tokens.*{V} \(`vocab_size`\)"):
+            make_trainer(tmp_path, use_vllm=use_vllm, processing_class=tokenizer)
+
+
+def test_a_placeholder_that_a_text_model_never_sees_needs_no_row(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    assert tokenizer.image_token_id == V
+    make_trainer(tmp_path, use_vllm=False, processing_class=tokenizer)

@@ -81,8 +81,10 @@ class CheckpointNames:
 
 
 def _transforms(model: "PreTrainedModel") -> list[WeightTransform]:
-    transforms = getattr(model, "_weight_conversions", None)  # those that loaded it
-    if transforms is None:  # made in memory: it has no prefix that a checkpoint left out
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        transforms = [transform for transform in found if not isinstance(transform, PrefixChange)]
-    return list(transforms)
+    loaded_by = getattr(model, "_weight_conversions", None)
+    # Those of a quantizer have no way back, and need none: what comes is dequantized
+    if loaded_by is not None and getattr(model, "hf_quantizer", None) is None:
+        return list(loaded_by)
+    # Made in memory, a model has no prefix that a checkpoint left out
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in found if not isinstance(transform, PrefixChange)]

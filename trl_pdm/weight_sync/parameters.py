@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 Params = Iterable[tuple[str, Tensor]]
 
 
+# Where PEFT holds a model inside its own
+PEFT_PREFIX = "base_model.model."
+
+
 def is_bnb_quantized(model: nn.Module) -> bool:
     return any(get_bnb_param_type(param) for param in model.parameters())
 

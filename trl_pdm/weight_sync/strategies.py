@@ -16,13 +16,14 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from .._hooks import TRLCompatibilityError
 from .adapter_files import private_folder, remove_stale_folders
 from .checkpoint_names import CheckpointNames
 from .engine import reload_weights
 from .parameters import (
+    PEFT_PREFIX,
     Params,
     adapter_rank,
     adapter_tensors,
@@ -116,7 +117,7 @@ class AdapterSync:
             llm.llm_engine.remove_lora(old)
         else:
             self._attach_to(llm)
-        tensors, rank = adapter_tensors(self.model), adapter_rank(self.model)
+        tensors, rank = self._adapter(), adapter_rank(self.model)
         size = sum(tensor.nbytes for tensor in tensors.values())
         with private_folder(size) as folder:
             config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": []}
@@ -130,6 +131,15 @@ class AdapterSync:
                 )
         self.request = request
         return moved + size
+
+    def _adapter(self) -> dict[str, Tensor]:
+        saved = CheckpointNames(base_of(self.model), held_names(self.model))
+        tensors = {}
+        for name, tensor in adapter_tensors(self.model).items():
+            layer, _, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+            renamed = saved.renamed(f"{layer}.weight").removesuffix(".weight")
+            tensors[f"{PEFT_PREFIX}{renamed}.lora_{matrix}"] = tensor
+        return tensors
 
     def _attach_to(self, llm: "LLM") -> None:
         # At the engine, not in our `generate`: rollout functions of users call `llm.generate` and `llm.chat` themselves.
@@ -293,6 +303,10 @@ def why_not_servable(model: "PeftModel") -> str | None:
     for name, layer in layers.items():
         if layer not in language_model or not isinstance(layer.base_layer, nn.Linear):
             return f"LoRA of `{name}`, not a linear layer inside the language model, is not served by every vLLM model"
+    saved = CheckpointNames(base_of(model), held_names(model))
+    for name in layers:
+        if saved.renamed(f"{name.removeprefix(PEFT_PREFIX)}.weight") is None:
+            return f"a checkpoint, which vLLM reads, holds the weight of `{name}` in another shape"
     moved = {f"{name}.lora_{matrix}.{model.active_adapter}.weight" for name in layers for matrix in "AB"}
     if left := next((name for name, p in model.named_parameters() if p.requires_grad and name not in moved), None):
         return f"`{left}` is trained without being part of the adapter"
@@ -305,8 +319,14 @@ def why_not_servable(model: "PeftModel") -> str | None:
         return "on a CPU vLLM serves no LoRA of models with experts"
     # What vLLM does not know itself runs on its Transformers backend, which serves LoRA
     for architecture in set(model.config.architectures or ()) & set(ModelRegistry.models):
-        if not supports_lora(ModelRegistry.models[architecture].load_model_cls()):
+        served = ModelRegistry.models[architecture].load_model_cls()
+        if not supports_lora(served):
             return f"vLLM's {architecture} does not serve LoRA"
+        packed = getattr(served, "packed_modules_mapping", {})
+        for name in layers:
+            parts = packed.get(leaf := name.rpartition(".")[2], [leaf])
+            if leaf not in parts:
+                return f"vLLM's {architecture} has LoRA of `{leaf}` in parts only ({', '.join(parts)})"
     return None
 
 
