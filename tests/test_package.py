@@ -80,7 +80,7 @@ print(trl_pdm.__version__, trl_pdm.__file__)
 print([name for name in {HEAVY} if name in sys.modules])
 from trl import GRPOTrainer
 before = set(sys.modules)
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer, TokenAssessment, assess
+from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer, Evidence, TokenAssessment, TrustRegion
 print(sorted({{name.partition(".")[0] for name in set(sys.modules) - before}} - sys.stdlib_module_names))
 print(issubclass(PDMGRPOTrainer, GRPOTrainer))
 """
