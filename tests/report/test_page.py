@@ -17,9 +17,10 @@ import pytest
 from PIL import Image
 
 from tests.report.runs import synthetic_run, write_log, write_page
+from trl_pdm.metrics import METRICS
 from trl_pdm.report import ReportError, write_report
 from trl_pdm.report.__main__ import main
-from trl_pdm.report.curves import COLOURS, FIGURES
+from trl_pdm.report.curves import COLOURS, FIGURES, explain
 from trl_pdm.report.records import record_files
 from trl_pdm.report.runs import differences, load_run
 
@@ -124,6 +125,19 @@ def test_a_run_alone_shows_more_than_several_in_one_figure(tmp_path):
     runs = [load_run(write_log(tmp_path / name, log), name) for name in "ab"]
     (plot,) = FIGURES["mask"].plots
     assert plot.logged(runs[:1]) == names and plot.logged(runs) == names[:1]
+
+
+def test_each_line_of_each_figure_is_explained_by_the_declaration_of_its_metric(trained, page):
+    names = [name for figure in FIGURES.values() for plot in figure.plots for name in plot.metrics]
+    declared = {metric.name: metric.meaning for metric in METRICS}
+    assert {name for name in names if "/" in name} <= set(declared)
+    run = load_run(trained[1], "run")
+    shown = [name for name in names if run.series(name)[0]]
+    text = re.sub("</?code>", "`", page.read_text())
+    assert len(shown) > 10 and all(text.count(f"<div>`{name}` ") == 1 for name in shown)
+    for name in set(shown) & set(declared):
+        assert f"<div>`{name}` {declared[name]}</div>" in text
+    assert explain(FIGURES["sync"], [run]) == []
 
 
 def test_settings_in_which_runs_differ_are_named(tmp_path):

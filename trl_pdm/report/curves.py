@@ -33,6 +33,15 @@ MAX_NAME = 30
 UNITS = {"kl": "KL divergence (nats)", "reverse_kl": "reverse KL divergence (nats)", "tv": "total variation"}
 
 
+# What others log, beside this package's own metrics, which say themselves what they mean
+MEANINGS = {
+    "reward": "mean reward of the completions trained on",
+    "eval_reward": "mean reward of the completions of the evaluation",
+    "entropy": "the policy's entropy, mean over the tokens",
+    "step_time": "seconds of an optimizer step, with its share of the rollout",
+}
+
+
 @dataclass
 class Curves:
     """One plot: its metrics, with their names in the legend. Those `of_one_run` are not drawn of several."""
@@ -188,11 +197,20 @@ def _shortened(name: str) -> str:
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME // 2]}\u2026{name[-MAX_NAME // 2 :]}"
 
 
+def explain(drawn: Figure, runs: list[Run]) -> list[tuple[str, str]]:
+    """Each line of a figure: its name in the logs, and what it means."""
+    from ..metrics import METRICS
+
+    meanings = MEANINGS | {metric.name: metric.meaning for metric in METRICS}
+    return [(name, meanings[name]) for plot in drawn.plots for name in plot.logged(runs)]
+
+
 @dataclass
 class Picture:
-    """A figure in light and in dark colours, as data URLs."""
+    """A figure in light and in dark colours, as data URLs, and the meaning of its lines."""
 
     title: str
+    meanings: list[tuple[str, str]]
     light: str
     dark: str
 
@@ -205,7 +223,7 @@ def draw_all(runs: list[Run], folder: Path) -> Iterator[Picture]:
         drawn = {theme: png for theme in THEMES if (png := draw(figure, runs, theme))}
         if drawn:
             (folder / f"{name}.png").write_bytes(drawn["light"])
-            yield Picture(figure.title, **{theme: _data_url(png) for theme, png in drawn.items()})
+            yield Picture(figure.title, explain(figure, runs), **{theme: _data_url(png) for theme, png in drawn.items()})
 
 
 def _data_url(png: bytes) -> str:
