@@ -223,7 +223,9 @@ def draw_all(runs: list[Run], folder: Path) -> Iterator[Picture]:
         drawn = {theme: png for theme in THEMES if (png := draw(figure, runs, theme))}
         if drawn:
             (folder / f"{name}.png").write_bytes(drawn["light"])
-            yield Picture(figure.title, explain(figure, runs), **{theme: _data_url(png) for theme, png in drawn.items()})
+            yield Picture(
+                figure.title, explain(figure, runs), **{theme: _data_url(png) for theme, png in drawn.items()}
+            )
 
 
 def _data_url(png: bytes) -> str:
