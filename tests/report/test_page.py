@@ -159,6 +159,17 @@ def test_settings_in_which_runs_differ_are_named(tmp_path):
     assert "Settings in which they differ" not in write_report(tmp_path / "a").read_text()
 
 
+def test_without_a_direction_the_legend_speaks_of_none(tmp_path):
+    folder = synthetic_run(tmp_path / "run", steps=1, completions=1, length=4)
+    (file,) = record_files(folder).values()
+    table = pd.read_parquet(file)
+    table.attrs["direction"] = "none"
+    table.to_parquet(file)
+    text = write_report(folder).read_text()
+    assert "</span> outside: held back</li>" in text and "leads further out" not in text
+    assert "What is outside is held back, wherever its update leads." in text
+
+
 @pytest.mark.parametrize("left", ["", "{", "[1]", None])
 def test_unreadable_settings_are_none(tmp_path, left):
     write_log(tmp_path, LOG)

@@ -18,6 +18,7 @@ TOKEN_STATES = {
     "masked": "outside, and the update leads further out: held back",
     "untrained": "not trained on",
 }
+WITHOUT_DIRECTION = {"outside": "outside, with nothing to learn from: kept", "masked": "outside: held back"}
 DIRECTIONS = {
     "predictive": "The predicted change tells where an update leads.",
     "ratio": "The ratio tells where an update leads.",
@@ -82,7 +83,8 @@ def read_completions(run: Run, step: int | None) -> Recorded | None:
         about += "." if high is None else f", with a positive advantage above {high:g}."
     if settings.get("direction") in DIRECTIONS:
         about += f" {DIRECTIONS[settings['direction']]}"
-    states = {name: of for name, of in TOKEN_STATES.items() if name != "untrained" or not table["trained_on"].all()}
+    meanings = TOKEN_STATES | (WITHOUT_DIRECTION if settings.get("direction") == "none" else {})
+    states = {name: of for name, of in meanings.items() if name != "untrained" or not table["trained_on"].all()}
     return Recorded(about, states, [_completion(tokens) for _, tokens in table.groupby("completion")])
 
 
