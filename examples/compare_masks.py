@@ -34,6 +34,7 @@ which does not ask for candidates: where the first two are next to nothing, the 
 import math
 import multiprocessing
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -81,10 +82,9 @@ REGIMES = {
     "int8": dict(steps=8, rate=1, precision="int8", sync_every=1, vllm={"vllm_quantization": "fp8"}),
     "stale": dict(steps=4, rate=2, precision="float32", sync_every=4, vllm=None),
 }
-COLORS = dict(
-    zip(MASKS, ["#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#555555"], strict=True)
-)  # Okabe and Ito's
-LINES = dict(zip(MASKS, ["-", "--", (0, (1, 1)), "-.", (0, (4, 1, 1, 1, 1, 1)), ":"], strict=True))
+COLORS = ["#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#555555", "#56B4E9"]  # Okabe and Ito's
+LINES = ["-", "--", (0, (1, 1)), "-.", (0, (4, 1, 1, 1, 1, 1)), ":", (0, (6, 2))]
+STYLES = dict(zip(MASKS, zip(COLORS, LINES, strict=True), strict=False))
 EVALUATIONS = 6  # on the held-out problems, after the first
 LOGGED = "divergence_mean topk_mass_behavior outside masked masked_positive masked_negative direction_disagreement"
 LOGGED = ["entropy", *(f"trust_region/{name}" for name in LOGGED.split())]
@@ -360,14 +360,16 @@ def interval(differences):
     return draws.confidence_interval
 
 
-def compare(runs, measures=("final", "area")):
-    """PDM minus each other mask, paired over the seeds: one row a task, regime, mask and measure."""
+def compare(runs, measures=("final", "area"), of="pdm"):
+    """The mask `of` minus each other, paired over the seeds that both have: one row a task, regime, mask and measure."""
     rows = []
     for (task, regime), cell in runs.groupby(["task", "regime"], sort=False):
         for measure in measures:
             by_mask = cell.pivot(index="seed", columns="mask", values=measure)
-            for other in [mask for mask in cell["mask"].unique() if mask != "pdm" and "pdm" in by_mask]:
-                differences = (by_mask["pdm"] - by_mask[other]).to_numpy()
+            for other in [mask for mask in cell["mask"].unique() if mask != of and of in by_mask]:
+                differences = (by_mask[of] - by_mask[other]).dropna().to_numpy()
+                if len(differences) < 2:
+                    continue
                 low, high = interval(differences)
                 verdict = "helps" if low > 0 else "hurts" if high < 0 else "ties"
                 rows.append((task, regime, other, measure, differences.mean(), low, high, verdict))
@@ -375,13 +377,13 @@ def compare(runs, measures=("final", "area")):
     return pd.DataFrame(rows, columns=columns)
 
 
-def statement(comparisons, seeds):
-    """Where PDM helps, ties and hurts, in words."""
+def statement(comparisons, seeds, of="pdm", score="accuracy"):
+    """Where the mask `of` helps, ties and hurts, in words."""
     if not len(comparisons):
-        return "No comparison: it takes the mask `pdm` and another."
+        return f"No comparison: it takes the mask `{of}`, another, and two seeds."
     lines = []
     for (other, measure), rows in comparisons.groupby(["against", "measure"], sort=False):
-        lines.append(f"PDM against {other}, {measure} accuracy:")
+        lines.append(f"{of.upper()} against {other}, {measure} {score}:")
         for verdict in ("helps", "hurts", "ties"):
             found = [
                 f"{row.task}/{row.regime} ({row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}])"
@@ -393,26 +395,28 @@ def statement(comparisons, seeds):
     return "\n".join([*lines, chance + few])
 
 
-def draw(runs, path):
-    """Accuracy over optimizer steps: a panel a task and regime, a line a mask, bands of one standard error."""
+def draw(runs, path, score="accuracy", styles=STYLES):
+    """A score over optimizer steps: a panel a task and regime, a line a mask, bands of one standard error."""
     tasks, regimes, masks = (list(runs[name].unique()) for name in ("task", "regime", "mask"))
-    columns = [name for name in runs if name.startswith("accuracy_")]
-    steps = [int(name.split("_")[1]) for name in columns]
+    columns = [name for name in runs if re.fullmatch(rf"{score}_\d+", name)]
+    steps = [int(name.rpartition("_")[2]) for name in columns]
     size = (1.2 + 2.3 * len(regimes), 1 + 2.2 * len(tasks))
     figure, axes = plt.subplots(
         len(tasks), len(regimes), figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained"
     )
     for (row, task), (column, regime), mask in product(enumerate(tasks), enumerate(regimes), masks):
         curves = runs.query("task == @task and regime == @regime and mask == @mask")[columns]
-        mean, error = curves.mean(), curves.sem()
-        axis, style = axes[row, column], dict(color=COLORS[mask], linewidth=0)
-        axis.fill_between(steps, mean - error, mean + error, alpha=0.15, **style)
-        axis.plot(steps, mean, **style | dict(linewidth=1.6, linestyle=LINES[mask], label=mask))
-        axis.set(title=regime.replace("_", "-") if row == 0 else "", ylabel=f"{task}: accuracy" if column == 0 else "")
+        mean, error, (color, line) = curves.mean(), curves.sem(), styles[mask]
+        axis = axes[row, column]
+        axis.fill_between(steps, mean - error, mean + error, alpha=0.15, color=color, linewidth=0)
+        axis.plot(steps, mean, color=color, linewidth=1.6, linestyle=line, label=mask)
+        axis.set(title=regime.replace("_", "-") if row == 0 else "", ylabel=f"{task}: {score}" if column == 0 else "")
         axis.grid(alpha=0.3)
     figure.supxlabel("optimizer steps")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(masks), frameon=False)
+    labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside upper center", ncols=min(4, len(masks)), frameon=False)
     figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def start_worker():

@@ -5,6 +5,7 @@ chat of one message, and the columns of their rows.
 """
 
 import random
+import re
 from functools import cache
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -12,7 +13,14 @@ from pathlib import Path
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    set_seed,
+)
 
 
 # ---- Problems with one right answer, for a small model that reads characters
@@ -103,6 +111,55 @@ def to_ids(tokenizer, prompts):
     return tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
+# ---- Problems for an instruction-tuned model
+
+
+THINGS = """
+an anchor, an apple, an apron, a banjo, a barn, a basket, a beach, a bell, a bicycle, a blanket, a boat, a book, a bottle,
+a bridge, a broom, a bucket, a butterfly, a cactus, a camel, a candle, a canyon, a carpet, a castle, a cat, a chair,
+a chimney, a clock, a cloud, a coat, a coin, a compass, a cow, a crab, a crow, a cup, a curtain, a desert, a diamond, a dog,
+a dolphin, a donkey, a door, a dragon, a drum, a duck, an eagle, an elephant, an engine, a farm, a feather, a fence, a fire,
+a fish, a flag, a flower, a flute, a forest, a fountain, a fox, a frog, a garden, a ghost, a giraffe, a glacier, a glove,
+a goat, a guitar, a hammer, a harbor, a hat, a hill, a honeybee, a horse, a hotel, an iceberg, an island, a jacket,
+a jar, a jungle, a kettle, a key, a kitchen, a kite, a ladder, a lake, a lamp, a lemon, a library, a lighthouse, a lion,
+a lizard, a map, a market, a meadow, a mirror, a monkey, the moon, a mountain, a mouse, a museum, a mushroom, a needle,
+an oak, an ocean, an onion, an orchard, an owl, a painting, a palace, a parrot, a pencil, a penguin, a piano, a pillow,
+a pirate, a planet, a pond, a potato, a pumpkin, a rabbit, a radio, a rainbow, a river, a robot, a rocket, a rose, a salmon,
+a school, a shadow, a sheep, a ship, a shoe, a snail, a snowman, a spider, a spoon, a squirrel, a stone, a storm, a street,
+the sun, a swan, a table, a tailor, a teapot, a telescope, a tent, a tiger, a tomato, a tower, a train, a tree, a trumpet,
+a tunnel, a turtle, an umbrella, a valley, a village, a violin, a volcano, a wagon, a waterfall, a whale, a wheel,
+a whistle, a window, a wolf, a zebra
+"""
+SHORTEST = 8  # words: fewer are judged as if the missing ones had the letter
+
+
+def writing():
+    """One sentence about a thing: a dense reward, and a policy that can collapse."""
+    things = " ".join(THINGS.split()).split(", ")
+    random.Random(0).shuffle(things)
+    return [{"prompt": f"Write one sentence about {thing}.", "solution": ""} for thing in things]
+
+
+def arithmetic():
+    """A sum in the form asked for: the reward is 0 or 1, and the answer is one."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(0).shuffle(pairs)
+    text = "Add {a} and {b}. Answer with the equation only, like 2 + 3 = 5."
+    return [{"prompt": text.format(a=a, b=b), "solution": f"{a} + {b} = {a + b}"} for a, b in pairs]
+
+
+def without_e(completions, log_metric=None, **kwargs):
+    """The share of words without the letter e. Repeating one word earns as much as a sentence, so that is logged."""
+    found = [re.findall(r"[a-z]+(?:'[a-z]+)*", chat[-1]["content"].lower()) for chat in completions]
+    if log_metric is not None:
+        log_metric("writing/words", sum(map(len, found)) / len(found))
+        log_metric("writing/distinct_words", sum(len(set(words)) for words in found) / len(found))
+    return [sum("e" not in word for word in words) / max(SHORTEST, len(words)) for words in found]
+
+
+INSTRUCT_TASKS = {"writing": (writing, without_e), "arithmetic": (arithmetic, exact_match)}
+
+
 # ---- Supervised training, and what came of it
 
 
@@ -143,6 +200,16 @@ def warm_start(folder, rows, accuracy, seed=0):
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(vocab), pad_token_id=0, eos_token_id=1, **size))
     teach(model, tokenizer, rows, accuracy, learning_rate=2e-3, batch_size=128)
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def warm_start_from(model, folder, rows, accuracy, seed=0):
+    """Save an instruction-tuned `model`, a folder or name, taught until it gets `accuracy` of `rows` right."""
+    set_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    taught = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    teach(taught, tokenizer, rows, accuracy, learning_rate=2e-5, batch_size=16)
+    taught.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
