@@ -22,37 +22,20 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from accelerate import Accelerator
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tiny_model import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_pdm.rollout import TopKVLLMGeneration, collate
 
 
-def tiny_model(path: str, vocab_size: int) -> str:
-    """A random model of two layers, as a Hugging Face folder."""
-    words = {f"w{i}": i for i in range(vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1").save_pretrained(path)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        eos_token_id=1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
+SHAPE = dict(hidden_size=64, intermediate_size=128, num_key_value_heads=2)  # small beside its logprobs
 
 
 def main(args: argparse.Namespace, folder: str) -> None:
     torch.manual_seed(0)
-    path = args.model or tiny_model(folder, args.vocab_size)
+    path = args.model or tiny_model(folder, args.vocab_size, **SHAPE)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     vocab_size = model.config.get_text_config().vocab_size
     accelerator = Accelerator(cpu=not torch.cuda.is_available())

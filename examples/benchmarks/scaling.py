@@ -26,8 +26,7 @@ import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tiny_model import tiny_lm, tiny_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer, topk_head
@@ -74,13 +73,8 @@ topk_head._Head.at = own(topk_head._Head.at)
 
 
 def build(cls: type, folder: str, vocabulary: int):
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")), pad_token="a", eos_token="b"
-    )
-    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    shape = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, num_key_value_heads=4, **shape))
+    model, tokenizer = tiny_lm(vocabulary, intermediate_size=256), tiny_tokenizer(vocabulary)
     config = PDMGRPOConfig if cls is TimedPDM else GRPOConfig
     args = config(
         output_dir=folder,
@@ -93,7 +87,7 @@ def build(cls: type, folder: str, vocabulary: int):
         gradient_accumulation_steps=1,
     )
     data = Dataset.from_dict({"prompt": ["a"] * 4})
-    trainer = cls(model, reward_funcs=lambda **_: [], args=args, train_dataset=data, processing_class=words)
+    trainer = cls(model, reward_funcs=lambda **_: [], args=args, train_dataset=data, processing_class=tokenizer)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
@@ -123,7 +117,9 @@ def run(trainer, batch, tail_estimator) -> float:
     """Seconds of one loss phase."""
     global own_seconds
     trainer.model.zero_grad()
-    trainer.args.tail_estimator = tail_estimator
+    if isinstance(trainer, TimedPDM):
+        trainer.args.tail_estimator = tail_estimator
+        trainer._region = trainer.args.trust_region
     own_seconds, start = 0.0, now()
     trainer.compute_loss(trainer.model, dict(batch)).backward()
     return now() - start

@@ -24,23 +24,11 @@ import sys
 import time
 from collections import defaultdict
 
+from tiny_model import tiny_model
+
 
 VARIANTS = ("stock", "dppo", "pdm")
 PHASES = ("whole step", "rollout", "scoring", "loss", "sync")
-
-
-def tiny_model(folder: str) -> str:
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *map(chr, range(32, 127))])}
-    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    shape = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
-    config = Qwen3Config(vocab_size=len(vocab), num_key_value_heads=4, eos_token_id=1, pad_token_id=0, **shape)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tasks  # noqa: E402
@@ -40,3 +42,43 @@ def test_sorting_is_judged_by_the_final_answer():
     texts = ["adbc bdc cd d=abcd", "nonsense=abcd", "abcd", "adbc bdc cd d=abdc", "=abcd=", ""]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     assert tasks.sorted_right(chats, ["adbc bdc cd d=abcd"] * 6) == [1, 1, 1, 0, 0, 0]
+
+
+def test_words_without_e_are_counted_by_hand():
+    texts = [
+        "A dog ran to a big old barn.",
+        "The sea, the sea!",
+        "Go",
+        "",
+        "Don't panic: it is only a 2nd tall giraffe",
+    ]
+    logged = {}
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    rewards = tasks.without_e(completions=completions, log_metric=logged.__setitem__)
+    # Fewer than eight words count as eight; the digit is no word
+    assert rewards == [8 / 8, 0, 1 / 8, 0, 8 / 9]
+    assert logged == {"writing/words": (8 + 4 + 1 + 0 + 9) / 5, "writing/distinct_words": (7 + 2 + 1 + 0 + 9) / 5}
+    assert tasks.without_e(completions=completions) == rewards
+
+
+def test_problems_for_an_instruction_tuned_model():
+    for task, (rows, _) in tasks.INSTRUCT_TASKS.items():
+        prompts = [row["prompt"] for row in rows()]
+        assert len(set(prompts)) == len(prompts) > 150, task
+        assert rows() == rows(), "in a fixed order, so that what is held out stays held out"
+    for row in tasks.arithmetic():
+        left, right = row["solution"].split(" = ")
+        assert eval(left) == int(right) and all(number in row["prompt"] for number in left.split(" + "))
+
+
+def test_teaching_a_chat_model_is_on_its_answers(tmp_path):
+    """Prompts of different lengths: what greedy decoding answers afterwards says whether the labels were the answers."""
+    rows = [{"prompt": f"{'ab' * n} {n}?", "solution": f"{n} {n}"} for n in range(2, 8)]
+    tasks.warm_start(tmp_path / "base", rows, accuracy=0.0)
+    model, tokenizer = (auto.from_pretrained(tmp_path / "base") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    problems = tasks.chats(rows)
+    assert tasks.greedy_accuracy(model, tokenizer, problems, tasks.exact_match, 8) == 0
+    tasks.teach(model, tokenizer, rows, accuracy=0.98, learning_rate=2e-3, batch_size=16)
+    assert tasks.greedy_accuracy(model, tokenizer, problems, tasks.exact_match, 8) == 1
+    prompt = tokenizer(rows[-1]["prompt"], return_tensors="pt")
+    assert model(**prompt, labels=prompt.input_ids).loss > 2, "prompts are not learned"
