@@ -67,6 +67,15 @@ def test_generate_returns_other_values(tmp_path, monkeypatch):
         trainer.train()
 
 
+@pytest.mark.parametrize("steps_per_generation", [2, 4], ids=["aligned", "several"])
+def test_generation_by_another_name(tmp_path, steps_per_generation):
+    """A rollout that does not come through `_generate` is refused, however many steps use it."""
+    trainer = make_trainer(tmp_path, max_steps=1, steps_per_generation=steps_per_generation)
+    trainer._generate = lambda prompts: GRPOTrainer._generate(trainer, prompts)  # as if ours were never called
+    with pytest.raises(TRLCompatibilityError, match=f"no longer generates by `_generate`.*{WHERE}"):
+        trainer.train()
+
+
 def test_scoring_phase_scores_no_policy(tmp_path, monkeypatch):
     """A rollout whose policy TRL does not score, where it should, is refused."""
     trainer = make_trainer(tmp_path, max_steps=1, steps_per_generation=4)

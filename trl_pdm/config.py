@@ -352,7 +352,7 @@ class PDMGRPOConfig(GRPOConfig):
         """
         if tokens > vocab_size:
             raise ValueError(
-                f"The tokenizer of `processing_class` has {tokens} tokens, but the model embeds {vocab_size} "
+                f"The tokenizer of `processing_class` has token ids up to {tokens - 1}, but the model embeds {vocab_size} "
                 f"(`vocab_size`). Call `model.resize_token_embeddings({tokens})`, or use the model's own tokenizer."
             )
         if self.candidates > vocab_size:

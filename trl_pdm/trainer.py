@@ -29,8 +29,9 @@ from .weight_sync.parameters import quiet_bitsandbytes
 class _Rollout:
     """While TRL makes a batch of completions."""
 
-    to_decline: bool  # TRL will ask for the policy's scores once more, which PDM does not use
+    expects_scoring: bool  # TRL will ask for the policy's scores once more, which PDM does not use
     sampled: bool = False
+    declined: bool = False
     logprobs: Any = None  # the behaviour policy's, one float a token
 
 
@@ -99,7 +100,9 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._sampled_at: int | None = None  # the step of the rollout that is trained on
 
         def vllm_generation(**vllm_kwargs):
-            self.args.check_vocabulary(self._vocab_size, self._tokens)  # before the engine takes its time to start
+            self.args.check_vocabulary(
+                self._vocab_size, self._embeddings_needed
+            )  # before the engine takes its time to start
             return rollout.TopKVLLMGeneration(
                 divergence_top_k=self.args.candidates,
                 weight_sync=self.args.vllm_weight_sync,
@@ -109,7 +112,8 @@ class PDMGRPOTrainer(GRPOTrainer):
 
         with substituted(grpo_trainer, VLLMGeneration=vllm_generation, GRPOConfig=PDMGRPOConfig):
             super().__init__(model, reward_funcs, PDMGRPOConfig.from_grpo(args), *other_args, **kwargs)
-        self.args.check_vocabulary(self._vocab_size, self._tokens)
+        if not self.use_vllm:
+            self.args.check_vocabulary(self._vocab_size, self._embeddings_needed)
         if self.use_vllm and not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
             raise TRLCompatibilityError(
                 "`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`."
@@ -135,8 +139,8 @@ class PDMGRPOTrainer(GRPOTrainer):
         return "train" if self.model.training else "eval"
 
     @property
-    def _tokens(self) -> int:
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+    def _embeddings_needed(self) -> int:
+        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)
         # Some tokenizers of text models know a placeholder for images that their text models have no row for
         placeholders = {getattr(tokenizer, f"{kind}_token_id", None) for kind in ("image", "audio", "video")}
         return 1 + max(set(tokenizer.get_vocab().values()) - placeholders, default=-1)
@@ -180,33 +184,32 @@ class PDMGRPOTrainer(GRPOTrainer):
         # from the engine, or scores it below together with its top K.
         steps_per_rollout = self.args.steps_per_generation * self.num_iterations
         several_steps = self.args.gradient_accumulation_steps % steps_per_rollout != 0
-        with self._during(_Rollout(to_decline=several_steps)) as rolled_out:
+        with self._during(_Rollout(expects_scoring=several_steps)) as rolled_out:
             batch = super()._generate_and_score_completions(inputs)
         if self._mode == "train":
             self._sampled_at = self.state.global_step
-        if rolled_out.to_decline or (self.beta != 0.0) != ("ref_per_token_logps" in batch):
+        if not rolled_out.sampled:
+            raise TRLCompatibilityError("`GRPOTrainer` no longer generates by `_generate`.")
+        reference_in_turn = (self.beta != 0.0) == ("ref_per_token_logps" in batch)
+        if rolled_out.declined != several_steps or not reference_in_turn:
             raise TRLCompatibilityError("`GRPOTrainer` no longer scores a rollout's policy first, then its reference.")
         self._token_records.tag(self._mode, batch, self._logs["rewards"], self.reward_weights)
         self._masked_column.tag(batch)
 
-        behavior, needs_scores, top_k = None, several_steps, self.args.candidates
+        behavior, needs_scores = None, several_steps
         if rolled_out.logprobs is not None:
-            behavior = rollout.collate(rolled_out.logprobs, batch["completion_ids"], top_k, self._vocab_size)
+            behavior = rollout.collate(
+                rolled_out.logprobs, batch["completion_ids"], self.args.candidates, self._vocab_size
+            )
             needs_scores = False
-            if self.rollout_func is not None and not top_k:  # the sampled tokens' logprobs are all that is needed
-                sampled = batch["sampling_per_token_logps"]
-                rollout.fill_in(behavior, (batch["completion_ids"][..., None], sampled[..., None]), sampled)
-            elif self.rollout_func is not None:
-                needs_scores = rollout.lack_candidates(behavior[0], self._trained_on(batch))
         if self.rollout_func is not None:
+            needs_scores = needs_scores or rollout.lack_candidates(behavior, batch, self._trained_on(batch))
             # Scoring is collective where the model is sharded: all processes do it, or none
             needs_scores = self.accelerator.gather(torch.tensor([needs_scores], device=self.accelerator.device)).any()
         if needs_scores:
-            scored = self._score_behavior(batch)
-            if behavior is None:
-                behavior = scored
-            else:
-                rollout.fill_in(behavior, scored, batch["sampling_per_token_logps"])
+            behavior = rollout.fill_in(behavior, self._score_behavior(batch), batch)
+        if behavior is None and self.use_vllm and self.rollout_func is None:
+            raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns the logprobs that vLLM sampled.")
         if behavior is not None:  # otherwise the batch trains the very policy that sampled it: no token can be outside
             batch["behavior_topk_ids"], batch["behavior_topk_logps"] = behavior
         return batch
@@ -270,8 +273,8 @@ class PDMGRPOTrainer(GRPOTrainer):
     ):
         score, phase = super()._get_per_token_logps_and_entropies, self._phase
         arguments = model, input_ids, attention_mask, logits_to_keep, batch_size
-        if isinstance(phase, _Rollout) and phase.sampled and phase.to_decline and model is self.model:
-            phase.to_decline = False
+        if isinstance(phase, _Rollout) and phase.expects_scoring and phase.sampled and not phase.declined:
+            phase.declined = True
             return None, None, None
         if not (isinstance(phase, _Loss) and not phase.scored and model is phase.model):
             return score(*arguments, **kwargs)
@@ -284,8 +287,7 @@ class PDMGRPOTrainer(GRPOTrainer):
 
         mask = self._trained_on(phase.given)
         self._check_sync(evidence, mask, without_noise)
-        logps = self._apply_trust_region(phase, evidence, logps, entropy, mask)
-        return logps, entropy, *others
+        return self._apply_trust_region(phase, evidence, logps, entropy, mask), entropy, *others
 
     def _gather_evidence(self, loss, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs):
         """The two policies at the tokens of a micro-batch, before what TRL's own forward yields."""
@@ -316,12 +318,11 @@ class PDMGRPOTrainer(GRPOTrainer):
         """Add to `loss.given` what TRL's loss is to use, all `(B, T)`: `advantages`, zero where masked, and the behaviour
         logprobs, truncated as `old_per_token_logps` and as they are for the sequence mask of
         `off_policy_mask_threshold`. Returns the training policy's logprobs, over the tokens that sampling left."""
-        advantages = loss.batch["advantages"]
-        support: dict[str, Any] = {}
+        advantages, known = loss.batch["advantages"], dict[str, Any]()
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         if self.use_vllm and self.vllm_generation.truncates:
             replayed, complete, log_mass = replay_support(evidence)
-            support = dict(support_known=complete, log_surviving_mass=log_mass.detach())
+            known |= dict(support_known=complete, log_surviving_mass=log_mass.detach())
             if self.args.sampling_support == "replay":
                 # The entropy is that of the whole vocabulary: not of what the step changes then
                 evidence, logps, entropy = replayed, logps - log_mass, None
@@ -339,8 +340,8 @@ class PDMGRPOTrainer(GRPOTrainer):
 
         if self.args.log_realized_alignment:
             step = self.state.global_step
-            support["forecasts"] = forecasts(loss.batch, step, assessment, evidence.log_ratio(), advantages, mask)
-        tokens = Tokens(mask, self._region, evidence, assessment, advantages, self._ratio_max, entropy, **support)
+            known["forecasts"] = forecasts(loss.batch, step, assessment, evidence.log_ratio(), advantages, mask)
+        tokens = Tokens(mask, self._region, evidence, assessment, advantages, self._ratio_max, entropy, **known)
         self._token_metrics.add(self._mode, *summarize(tokens))
         self._masked_column.add(loss.batch, assessment.keep, mask)
         self._token_records.keep(self._mode, loss.batch, assessment, evidence, advantages, mask)

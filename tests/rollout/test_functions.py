@@ -112,6 +112,6 @@ def test_fill_in_leaves_known_tokens_alone():
     ids = torch.tensor([[[3, 4], [-1, -1], [-1, -1]]], dtype=torch.int32)
     logps = torch.tensor([[[-1.0, -2.0], [math.nan, 0.0], [math.nan, 0.0]]])
     scored = torch.tensor([[[9, 8], [7, 6], [5, 2]]]), torch.tensor([[[-9.0, -8.0], [-7.0, -6.0], [-5.0, -4.0]]])
-    fill_in((ids, logps), scored, torch.tensor([[-3.0, -0.5, math.nan]]))
+    fill_in((ids, logps), scored, {"sampling_per_token_logps": torch.tensor([[-3.0, -0.5, math.nan]])})
     assert ids.tolist() == [[[3, 4], [7, 6], [5, 2]]] and ids.dtype == torch.int32
     assert logps.tolist() == [[[-1.0, -2.0], [-0.5, -6.0], [-5.0, -4.0]]]

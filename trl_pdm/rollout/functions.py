@@ -62,9 +62,21 @@ def with_candidates(rollout_func: Callable[[list, Any], dict[str, Any]]) -> Call
     return rollout
 
 
-def lack_candidates(behavior_ids: Tensor, mask: Tensor) -> bool:
-    """Whether a rollout function left the candidates of some tokens in `mask` out; it is told so once."""
-    lacking = bool((mask & (behavior_ids[..., 0] < 0)).any())
+Behavior = tuple[Tensor, Tensor]
+"""Ids (int32) and log-probabilities (float32) of the candidates of a batch, `(B, T, K+1)` each."""
+
+
+def lack_candidates(behavior: Behavior | None, batch: dict[str, Any], mask: Tensor) -> bool:
+    """Whether a rollout function left the candidates of some tokens in `mask` out; it is told so once.
+
+    Where no candidates are needed (`K = 0`), `behavior` is completed with the logprobs of the sampled tokens.
+    """
+    if behavior is None:
+        return False
+    if behavior[0].shape[-1] == 1:
+        fill_in(behavior, (batch["completion_ids"][..., None], batch["sampling_per_token_logps"][..., None]), batch)
+        return False
+    lacking = bool((mask & (behavior[0][..., 0] < 0)).any())
     if lacking:
         logger.warning_once(
             "`rollout_func` returns logprobs without their candidates, so the training model scores the behaviour "
@@ -74,14 +86,17 @@ def lack_candidates(behavior_ids: Tensor, mask: Tensor) -> bool:
     return lacking
 
 
-def fill_in(behavior: tuple[Tensor, Tensor], scored: tuple[Tensor, Tensor], sampled_logps: Tensor) -> None:
-    """Give the tokens of `behavior` without candidates those of `scored`, keeping their own logprob where finite.
+def fill_in(behavior: Behavior | None, scored: Behavior, batch: dict[str, Any]) -> Behavior:
+    """`behavior`, whose tokens without candidates get those of `scored`, and keep their own logprob where it is finite.
 
     Args:
-        behavior, scored: ids and log-probabilities, each `(B, T, K+1)`; `behavior` is changed.
-        sampled_logps (`torch.Tensor`): `(B, T)`, what the rollout says of its sampled tokens.
+        behavior, scored: ids and log-probabilities; `behavior` is changed, and all is `scored` where it is `None`.
+        batch: holds `sampling_per_token_logps` `(B, T)`, what the rollout says of its sampled tokens.
     """
+    if behavior is None:
+        return scored
     (ids, logps), (scored_ids, scored_logps) = behavior, scored
-    missing = ids[..., 0] < 0
+    sampled_logps, missing = batch["sampling_per_token_logps"], ids[..., 0] < 0
     ids[missing], logps[missing] = scored_ids[missing].to(ids.dtype), scored_logps[missing].to(logps.dtype)
     logps[..., 0] = torch.where(missing & sampled_logps.isfinite(), sampled_logps, logps[..., 0])
+    return behavior

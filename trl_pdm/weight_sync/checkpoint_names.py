@@ -74,8 +74,9 @@ class CheckpointNames:
         converter = None
         for name in sorted(group, key=dot_natural_key):
             pattern = self._targets[name][1]
-            converter = converter or copy.deepcopy(self._converters[pattern])
+            converter = converter or copy.deepcopy(self._converters[pattern or ""])
             converter.add_tensor(target, name, pattern, group[name])
+        assert converter is not None, "a group has at least one tensor"
         for name, tensor in converter.convert(target, model=self.model, config=self.model.config).items():
             yield name, tensor[0] if isinstance(tensor, list) else tensor
 

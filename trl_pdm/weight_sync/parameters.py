@@ -153,7 +153,7 @@ def merged_copy(layer: BaseTunerLayer) -> nn.Module:
     return merged
 
 
-def _dequantized(module: nn.Linear, adapter: BaseTunerLayer | None) -> nn.Module:
+def _dequantized(module: Any, adapter: BaseTunerLayer | None) -> nn.Module:
     weight = _dequantized_weight(module)
     if adapter is not None:
         deltas = (adapter.get_delta_weight(name) for name in adapter.active_adapters if name in adapter.r)

@@ -137,8 +137,9 @@ class AdapterSync:
         tensors = {}
         for name, tensor in adapter_tensors(self.model).items():
             layer, _, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-            renamed = saved.renamed(f"{layer}.weight").removesuffix(".weight")
-            tensors[f"{PEFT_PREFIX}{renamed}.lora_{matrix}"] = tensor
+            renamed = saved.renamed(f"{layer}.weight")
+            assert renamed is not None, "`why_not_servable` refuses layers that a checkpoint holds in another shape"
+            tensors[f"{PEFT_PREFIX}{renamed.removesuffix('.weight')}.lora_{matrix}"] = tensor
         return tensors
 
     def _attach_to(self, llm: "LLM") -> None:
