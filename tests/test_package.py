@@ -91,7 +91,7 @@ print(issubclass(PDMGRPOTrainer, GRPOTrainer))
     version, by_itself, beyond_trl, is_one = done.stdout.strip().splitlines()[-4:]
     assert version == f"{PROJECT['version']} {installed / '__init__.py'}"
     assert by_itself == "[]"
-    assert beyond_trl == "['trl_pdm']"
+    assert beyond_trl == "['jaxtyping', 'trl_pdm']"  # a small package for shapes in signatures
     assert is_one == "True"
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trl_pdm.metrics import METRICS
+from trl_pdm.metrics import METRICS, TokenMetric
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics-and-troubleshooting.md"
@@ -10,7 +10,8 @@ HEADER = "| metric | kind | over which tokens | meaning |\n|---|---|---|---|\n"
 
 
 def table() -> str:
-    rows = ((f"`{m.name}`", m.kind, m.over.meaning if m.over else "", m.meaning) for m in METRICS)
+    over = {m: m.over.meaning if isinstance(m, TokenMetric) else "" for m in METRICS}
+    rows = ((f"`{m.name}`", m.kind, over[m], m.meaning) for m in METRICS)
     return HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
