@@ -174,9 +174,10 @@ class Engine:
     def __init__(self, **kwargs):
         self.kwargs, self.requests, self.loads = kwargs, [], 0
         self.model = tiny.model(len(tiny.tokenizer()), seed=99)
+        self.llm_engine, self.model_config = self, SimpleNamespace(dtype=torch.float32, quantization=None)
 
     def apply_model(self, function):
-        return [False]
+        return [{}]
 
     def collective_rpc(self, method, kwargs):
         assert method == "reload_weights"

@@ -8,7 +8,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from .trust_region import DIRECTIONS, DIVERGENCES, PROXIMITIES, SUPPORTS, TAIL_ESTIMATORS, TrustRegion
-from .weight_sync import WEIGHT_SYNCS
+from .weight_sync import ENGINE_DTYPES, WEIGHT_ROUNDINGS, WEIGHT_SYNCS
 
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ _CHOICES = {
     "tail_estimator": tuple(TAIL_ESTIMATORS),
     "sampling_support": ("full", "replay"),
     "vllm_weight_sync": WEIGHT_SYNCS,
+    "vllm_weight_rounding": WEIGHT_ROUNDINGS,
+    "vllm_dtype": ENGINE_DTYPES,
 }
 
 
@@ -34,7 +36,14 @@ _OF_THE_REGION = {
     "tail_estimator": "tail_estimator",
 }
 # The fields that only an engine reads
-_OF_VLLM = ("sync_check_steps", "sync_check_threshold", "vllm_weight_sync", "vllm_quantization")
+_OF_VLLM = (
+    "sync_check_steps",
+    "sync_check_threshold",
+    "vllm_weight_sync",
+    "vllm_weight_rounding",
+    "vllm_dtype",
+    "vllm_quantization",
+)
 
 # With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design.
 LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -141,9 +150,17 @@ class PDMGRPOConfig(GRPOConfig):
             How updated weights reach vLLM: `"full"` (all of them, an adapter merged), `"adapter"` (a colocated engine
             serves the base and the live LoRA adapter, and only the adapter moves) or `"auto"` (`"adapter"` where vLLM
             can serve it, otherwise `"full"`).
+        vllm_weight_rounding (`str`, *optional*, defaults to `"auto"`):
+            How weights that the trainer holds in a finer dtype than vLLM are rounded to vLLM's: `"nearest"`, which hides
+            updates smaller than the spacing of that dtype; `"stochastic"`, whose expectation is the trainer's weight;
+            or `"auto"`, for each weight what the trainer computes with: `"nearest"` under autocast (`bf16`, `fp16`) and
+            for weights that are not trained, otherwise, and for merged adapters, `"stochastic"`.
+        vllm_dtype (`str`, *optional*, defaults to `"auto"`):
+            Dtype of a colocated engine: `"bfloat16"`, `"float16"`, `"float32"` or `"auto"`, vLLM's choice (that of the
+            checkpoint, and `"bfloat16"` or `"float16"` for a float32 one).
         vllm_quantization (`str`, *optional*):
             Quantization of a colocated engine, as in `vllm.LLM(quantization=...)`, e.g. `"fp8"`. Weights are quantized
-            again at each sync.
+            again at each sync, to nearest.
     """
 
     divergence: str = field(
@@ -260,11 +277,29 @@ class PDMGRPOConfig(GRPOConfig):
             "choices": list(WEIGHT_SYNCS),
         },
     )
+    vllm_weight_rounding: str = field(
+        default="auto",
+        metadata={
+            "help": "How weights that the trainer holds in a finer dtype than vLLM are rounded to vLLM's: 'nearest', "
+            "which hides updates smaller than the spacing of that dtype; 'stochastic', whose expectation is the "
+            "trainer's weight; or 'auto', for each weight what the trainer computes with: 'nearest' under autocast "
+            "(`bf16`, `fp16`) and for weights that are not trained, otherwise, and for merged adapters, 'stochastic'.",
+            "choices": list(WEIGHT_ROUNDINGS),
+        },
+    )
+    vllm_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Dtype of a colocated engine: 'bfloat16', 'float16', 'float32' or 'auto', vLLM's choice (that of "
+            "the checkpoint, and 'bfloat16' or 'float16' for a float32 one).",
+            "choices": list(ENGINE_DTYPES),
+        },
+    )
     vllm_quantization: str | None = field(
         default=None,
         metadata={
             "help": "Quantization of a colocated engine, as in `vllm.LLM(quantization=...)`, e.g. 'fp8'. Weights are "
-            "quantized again at each sync."
+            "quantized again at each sync, to nearest."
         },
     )
 
@@ -427,6 +462,8 @@ class PDMGRPOConfig(GRPOConfig):
             refuse("sampling_support", '"full" with a `beta` other than 0, as the reference is not renormalised')
         if not isinstance(self.log_token_assessments, int) or self.log_token_assessments < 0:
             refuse("log_token_assessments", "a number of completions, or 0 for none")
+        if self.vllm_dtype != "auto" and self.vllm_mode != "colocate":
+            refuse("vllm_dtype", "'auto' with a vLLM server, whose dtype is set by its own `--dtype`")
         if self.vllm_quantization is not None and self.vllm_mode != "colocate":
             refuse("vllm_quantization", "`None` with a vLLM server, which is quantized by its own flags")
         if not isinstance(self.sync_check_steps, int) or self.sync_check_steps < 0:

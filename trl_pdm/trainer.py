@@ -107,6 +107,9 @@ class PDMGRPOTrainer(GRPOTrainer):
                 divergence_top_k=self.args.candidates,
                 weight_sync=self.args.vllm_weight_sync,
                 quantization=self.args.vllm_quantization,
+                dtype=self.args.vllm_dtype,
+                weight_rounding=self.args.vllm_weight_rounding,
+                seed=self.args.seed,
                 **vllm_kwargs,
             )
 

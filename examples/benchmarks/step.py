@@ -50,7 +50,7 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
             if torch.cuda.is_available():
                 yield from super()._iter_named_params()
             else:
-                reload_weights(self.llm, super()._iter_named_params())
+                reload_weights(self.llm, ((name, param.clone()) for name, param in super()._iter_named_params()))
 
     class FullLogitsDPPO(PDMGRPOTrainer):
         def _gather_evidence(self, loss, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs):

@@ -237,7 +237,12 @@ class StandInServer:
     def __init__(self, top_k, max_logprobs=20, logprobs_mode="processed_logprobs"):
         self.model = tiny.model(len(tiny.tokenizer()), seed=5).eval()
         self.info = {
-            "model_config": {"max_logprobs": max_logprobs, "logprobs_mode": logprobs_mode},
+            "model_config": {
+                "max_logprobs": max_logprobs,
+                "logprobs_mode": logprobs_mode,
+                "dtype": "torch.bfloat16",  # as vLLM writes it
+                "quantization": None,
+            },
             "weight_transfer_config": {"backend": "nccl"},
         }
         self.requests, self.nan_at = [], (1, 2)

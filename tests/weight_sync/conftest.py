@@ -38,7 +38,8 @@ def engine_args(started, monkeypatch):
         asked.clear()
         asked.update(kwargs)
         config = AutoConfig.from_pretrained(kwargs["model"])
-        kind = (config.model_type, config.tie_word_embeddings, kwargs.get("max_lora_rank"), kwargs.get("load_format"))
+        of_engine = (kwargs.get(name) for name in ("max_lora_rank", "load_format", "dtype"))
+        kind = (config.model_type, config.tie_word_embeddings, *of_engine)
         if not any(kind[0] == model_type for model_type, *_ in started):  # experts have process groups of their own
             shut_down(started)
         if kind not in started:

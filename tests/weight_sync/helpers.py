@@ -49,22 +49,33 @@ def make_trainer(tmp_path, model=None, kind="untied", **options):
     return trainers.make_trainer(tmp_path, model=model or save_model(tmp_path, kind), **defaults | options)
 
 
+def logps(model, prompts, completions):
+    """Logprobs of the completions' tokens, from full logits."""
+    found = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        all_logps = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].float().log_softmax(-1)
+        found.append(all_logps[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def sample(trainer):
+    """Prompts, what the engine makes of them, and its logprobs of that."""
+    prompts = [trainer.processing_class(row["prompt"])["input_ids"] for row in trainer.train_dataset.select(range(48))]
+    _, completions, logprobs, _ = trainer.vllm_generation.generate(prompts, None, 1)
+    return prompts, completions, torch.tensor([float(lp[0]) for entries in logprobs for lp in entries])
+
+
 @torch.no_grad()
 def difference(trainer, model=None):
     """Mean absolute difference between the engine's logprobs of tokens that it samples, and those of full logits."""
     model = model or trainer.model
     was_training = model.training
     model.eval()
-    prompts = [trainer.processing_class(row["prompt"])["input_ids"] for row in trainer.train_dataset.select(range(48))]
-    _, completions, logprobs, _ = trainer.vllm_generation.generate(prompts, None, 1)
-    errors = []
-    for prompt, completion, entries in zip(prompts, completions, logprobs, strict=True):
-        logps = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].float().log_softmax(-1)
-        expected = logps[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion)[:, None])[:, 0]
-        errors += (expected - torch.tensor([float(lp[0]) for lp in entries])).abs().tolist()
+    prompts, completions, sampled = sample(trainer)
+    errors = (logps(model, prompts, completions) - sampled).abs()
     model.train(was_training)
     assert len(errors) > 40
-    return sum(errors) / len(errors)
+    return errors.mean().item()
 
 
 def check_in_sync(trainer):
@@ -86,11 +97,12 @@ def initial(trainer):
 
 
 def adapter_bytes(model):
-    return sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name and ".default." in name)
+    """In bfloat16, the engine's dtype."""
+    return sum(2 * p.numel() for name, p in model.named_parameters() if "lora_" in name and ".default." in name)
 
 
 def full_bytes(model):
-    return sum(p.nbytes for p in model.parameters())
+    return sum(2 * p.numel() for p in model.parameters())
 
 
 def quantized(tmp_path, quantization=INT8, **overrides):

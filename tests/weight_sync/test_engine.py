@@ -23,9 +23,11 @@ from tests.weight_sync.helpers import (
     full_bytes,
     initial,
     leftovers,
+    logps,
     lora,
     make_trainer,
     pack_tied_heads,
+    sample,
     save_model,
 )
 from trl_pdm.weight_sync import engine, strategies
@@ -57,6 +59,56 @@ def test_full_sync(kind, tmp_path, engine_args, vllm_warnings):
     assert synced == [1, 3, 5]
     assert trainer.state.log_history[0]["weight_sync/bytes"] == sync.bytes
     assert trainer.state.log_history[0]["weight_sync/seconds"] > 0
+
+
+def spacing(weight):
+    """Of bfloat16, which has 8 bits of precision."""
+    return 2.0 ** (weight.abs().log2().floor() - 7)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_updates_smaller_than_the_engines_spacing_reach_it(tmp_path, engine_args):
+    path = save_model(tmp_path)
+    start = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    start.save_pretrained(path)  # what the engine loads is what the trainer starts from, bit by bit
+    start = start.float().eval()
+    trainer = make_trainer(tmp_path, path)
+    generation, model = trainer.vllm_generation, trainer.model.eval()
+    prompts = sample(trainer)[0]
+    logps(model, prompts, [trainer.processing_class("1" * 12)["input_ids"]] * len(prompts)).mean().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.2 * spacing(param) * param.grad.sign()
+
+    def gap_and_share(rounding):
+        """Distance of the engine from the trainer, relative to what the trainer has learned, and how much of that it shows."""
+        generation._sync.rounding.mode = rounding
+        generation.sync_weights()
+        prompts, completions, sampled = sample(trainer)
+        with torch.no_grad():
+            before, after = logps(start, prompts, completions), logps(model, prompts, completions)
+        change = after - before
+        assert change.abs().mean() > 0.01
+        share = ((sampled - before) * change).sum() / change.square().sum()
+        return ((sampled - after).abs().mean() / change.abs().mean()).item(), share.item()
+
+    assert generation._sync.rounding.mode == "auto"
+    found = {rounding: gap_and_share(rounding) for rounding in ("auto", "nearest")}
+    print(found)
+    assert found["auto"][0] < 0.6 and 0.9 < found["auto"][1] < 1.1
+    assert found["nearest"][0] > 0.9 and -0.1 < found["nearest"][1] < 0.1
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_in_float32_holds_the_very_weights(tmp_path, engine_args):
+    trainer = make_trainer(tmp_path, vllm_dtype="float32")
+    assert engine_args["dtype"] == "float32"
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    assert difference(trainer) < 1e-4
+    assert trainer.vllm_generation.last_sync.bytes == 2 * full_bytes(trainer.model)
 
 
 @pytest.mark.vllm

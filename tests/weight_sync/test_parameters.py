@@ -96,7 +96,8 @@ def test_what_is_sent_computes_what_the_adapter_does_and_the_base_stays(name):
             before, expected = loaded(input_ids=ids).logits, model(input_ids=ids).logits
             assert not loaded.load_state_dict(sent).missing_keys
             actual = loaded(input_ids=ids).logits
-        assert all(sent[n].dtype == p.dtype for n, p in loaded.named_parameters())
+        # What is merged is not rounded to the base's dtype, which would lose the adapter
+        assert all(sent[n].dtype in (p.dtype, torch.float32) for n, p in loaded.named_parameters())
         assert (expected - before).abs().mean() > 4 * tolerance * expected.abs().mean() * (dtype == torch.float32)
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 

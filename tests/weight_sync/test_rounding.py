@@ -13,9 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import get_peft_model
 
+from tests.helpers import tiny
+from tests.weight_sync.helpers import V, lora
 from trl_pdm.weight_sync import rounding
-from trl_pdm.weight_sync.rounding import round_stochastically
+from trl_pdm.weight_sync.engine import exceptional_dtypes
+from trl_pdm.weight_sync.parameters import adapter_tensors, held_parameters
+from trl_pdm.weight_sync.rounding import WeightRounding, round_stochastically
+from trl_pdm.weight_sync.strategies import FullSync
 
 
 COARSE = [torch.bfloat16, torch.float16]
@@ -179,3 +185,122 @@ def test_another_process_gets_the_same_bits():
 def test_shapes(shape):
     rounded = round_stochastically(torch.full(shape, 1.001), torch.bfloat16, "w")
     assert rounded.shape == shape and ((rounded == 1) | (rounded == 1.0078125)).all()
+
+
+# ---- Which weights, how
+
+
+OFF_GRID = 1.003  # about 0.4 of the spacing of bfloat16 from 1
+
+
+def model_off_the_grid(**lora_overrides):
+    """A tied float32 model whose weights bfloat16 does not hold."""
+    model = tiny.model(V, tie_word_embeddings=True)
+    if lora_overrides:
+        model = get_peft_model(model, lora(init_lora_weights=False, **lora_overrides))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.bfloat16().float() * OFF_GRID)
+    return model
+
+
+def rounded(model, mode="auto", dtype=torch.bfloat16, merged=True, params=None, **kwargs):
+    """How each pushed weight relates to what the trainer holds, by name: `nearest`, `neighbours` or `same`."""
+    rounding, found = WeightRounding(mode, model, merged=merged, **kwargs), {}
+    rounding.dtype = dtype
+    for name, param in params or model.named_parameters():
+        pushed, value = rounding.rounded(name, param.detach()), param.detach()
+        assert pushed.dtype == dtype and pushed.data_ptr() != param.data_ptr()
+        spacing = 2.0 ** (value.abs().double().log2().floor() - 7)
+        if torch.equal(pushed.double(), value.double()):
+            found[name] = "same"
+        elif torch.equal(pushed.double(), value.bfloat16().double()):
+            found[name] = "nearest"
+        else:
+            share = (pushed.double() != value.bfloat16().double()).double().mean()
+            error = (pushed.double() - value.double()).abs()  # a little more for float16 in between
+            assert ((error < 1.07 * spacing + 2**-24) | (value == 0)).all() and 0.005 < share < 0.7
+            found[name] = "neighbours"
+    return found
+
+
+def test_what_a_float32_trainer_trains_is_rounded_stochastically_and_what_it_does_not_to_nearest():
+    model = model_off_the_grid()
+    model.model.norm.requires_grad_(False)
+    found = rounded(model)
+    assert found.pop("model.norm.weight") == "nearest" and set(found.values()) == {"neighbours"}
+    assert "lm_head.weight" not in found, "tied: the same tensor as the embedding, under one name"
+    assert set(rounded(model, "nearest").values()) == {"nearest"}
+    assert set(rounded(model, "stochastic").values()) == {"neighbours"}
+
+
+def test_weights_that_the_engine_holds_are_pushed_as_they_are():
+    model = model_off_the_grid()
+    assert set(rounded(model, dtype=torch.float32).values()) == {"same"}
+    model = model.bfloat16()
+    for mode in ("auto", "nearest", "stochastic"):
+        assert set(rounded(model, mode).values()) == {"same"}
+
+
+def test_autocast_has_rounded_to_nearest_before():
+    model = model_off_the_grid()
+    assert set(rounded(model, autocast=torch.bfloat16).values()) == {"nearest"}
+    # An engine of a finer dtype is to compute with what autocast makes of the weights, too
+    assert set(rounded(model, autocast=torch.bfloat16, dtype=torch.float32).values()) == {"nearest"}
+    assert set(rounded(model, autocast=torch.float16).values()) == {"neighbours"}, "float16 is finer than bfloat16"
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+def test_merged_adapters_are_rounded_stochastically_whatever_the_base(autocast, base):
+    model = model_off_the_grid(target_modules=["q_proj", "down_proj"])
+    for name, param in model.named_parameters():
+        if "lora_" not in name:
+            param.data = param.data.to(base)
+        else:  # less than bfloat16's spacing at the weights
+            param.data.mul_(0.03)
+    found = rounded(model, autocast=autocast, params=held_parameters(model, merged=True))
+    merged = {name: how for name, how in found.items() if "q_proj" in name or "down_proj" in name}
+    assert len(merged) == 4 and set(merged.values()) == {"neighbours"}
+    others = {how for name, how in found.items() if name not in merged}
+    assert others == {"same" if base == torch.bfloat16 else "nearest"}
+
+
+def test_a_base_whose_adapter_is_served_apart_is_rounded_to_nearest_and_the_adapter_stochastically():
+    model = model_off_the_grid()
+    model = get_peft_model(model, lora(init_lora_weights=False))
+    found = rounded(model, merged=False, params=held_parameters(model, merged=False))
+    assert set(found.values()) == {"nearest"}
+    assert set(rounded(model, merged=False, params=adapter_tensors(model).items()).values()) == {"neighbours"}
+
+
+def test_copies_in_modules_to_save_count_as_trained():
+    model = model_off_the_grid(modules_to_save=["model.norm"], target_modules=["q_proj"])
+    found = rounded(model, params=held_parameters(model, merged=True))
+    assert {name for name, how in found.items() if how == "neighbours" and "q_proj" not in name} == {
+        "model.norm.weight"
+    }
+
+
+def test_what_the_engine_holds_in_another_dtype_is_pushed_in_that():
+    model = model_off_the_grid()
+    rounding = WeightRounding("stochastic", model, merged=False)
+    weight = model.model.norm.weight.detach()
+    assert torch.equal(rounding.rounded("model.norm.weight", weight), weight), "nothing is known of an engine yet"
+    engine = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(2), "linear": torch.nn.Linear(2, 2)}).bfloat16()
+    engine["norm"].float()
+    engine["linear"].weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float8_e4m3fn), requires_grad=False)
+    assert exceptional_dtypes(engine, torch.bfloat16) == {"norm.weight": torch.float32, "norm.bias": torch.float32}
+    rounding.dtype, rounding.exceptions = torch.bfloat16, {"model.norm.weight": torch.float32}
+    assert torch.equal(rounding.rounded("model.norm.weight", weight), weight)
+    assert rounding.rounded("model.other.weight", weight).dtype == torch.bfloat16
+    assert rounding.rounded("codes", torch.arange(3, dtype=torch.int8)).dtype == torch.int8
+
+
+def test_buffers_are_left_to_the_engine():
+    model = tiny.model(V, router_bias=True)
+    sync = FullSync(model, rounding=WeightRounding("stochastic", model, merged=True))
+    sync.rounding.dtype = torch.bfloat16
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias.add_(1e-5)
+    pushed = dict(sync.tensors())["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert pushed.dtype == torch.float32 and torch.equal(pushed, bias) and pushed.data_ptr() != bias.data_ptr()

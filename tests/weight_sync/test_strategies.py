@@ -177,7 +177,8 @@ def test_adapters_that_are_no_change_of_weights_are_refused(method):
 
 def test_trl_gathers_what_is_sharded():
     model, gathered = lora_model(), {"model.norm.weight": torch.ones(3)}
-    assert dict(choose_sync("full", model, lambda: gathered.items(), sharded=True).tensors()) == gathered
+    ((name, sent),) = choose_sync("full", model, lambda: gathered.items(), sharded=True).tensors()
+    assert name == "model.norm.weight" and torch.equal(sent, gathered[name])
 
 
 def test_quantized_bases_that_cannot_be_synchronised(tmp_path):
@@ -211,15 +212,47 @@ class Asked(Exception):
 
 
 @pytest.mark.vllm
-def test_quantization_of_the_engine(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("field", "argument", "values"),
+    [
+        ("vllm_quantization", "quantization", {"fp8": "fp8", None: None}),
+        ("vllm_dtype", "dtype", {"float32": "float32", "auto": "vLLM's"}),
+    ],
+)
+def test_what_the_engine_is_asked_for(field, argument, values, tmp_path, monkeypatch):
     def last_call(**kwargs):
-        raise Asked(kwargs["quantization"])
+        raise Asked(kwargs.get(argument, "vLLM's"))
 
     monkeypatch.setattr(vllm_generation, "LLM", last_call)
-    for quantization in ("fp8", None):
+    for value, expected in values.items():
         with pytest.raises(Asked) as asked:
-            make_trainer(tmp_path, vllm_quantization=quantization)
-        assert asked.value.args == (quantization,)
+            make_trainer(tmp_path, **{field: value})
+        assert asked.value.args == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vllm_dtype": "half"}, "`vllm_dtype` must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'half'"),
+        (
+            {"vllm_dtype": "float32", "vllm_mode": "server"},
+            "`vllm_dtype` must be 'auto' with a vLLM server.*'float32'",
+        ),
+        ({"vllm_weight_rounding": "up"}, "`vllm_weight_rounding` must be one of 'auto', 'nearest', 'stochastic', got"),
+    ],
+)
+def test_precision_that_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        PDMGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_a_quantized_engine_is_said_to_round_to_nearest_once_more(caplog):
+    generation = TopKVLLMGeneration.__new__(TopKVLLMGeneration)
+    for quantization, rounding, said in [("fp8", "auto", True), ("fp8", "nearest", False), (None, "auto", False)]:
+        caplog.clear()
+        generation.weight_rounding, generation._sync = rounding, choose_sync("full", tiny.model(V), pytest.fail)
+        generation._settle_precision(torch.bfloat16, quantization)
+        assert ("quantized (fp8), which rounds its weights to nearest" in caplog.text) == said
 
 
 # ---- The engine's side, with an engine that only takes notes
@@ -297,14 +330,18 @@ def test_sync_that_bypasses_this_package(monkeypatch):
         generation.sync_weights()
 
 
-def test_server_gets_every_parameter(monkeypatch):
+def test_server_gets_every_parameter_in_its_own_dtype(monkeypatch):
     model = tiny.model(V)
     generation = TopKVLLMGeneration.__new__(TopKVLLMGeneration)
-    generation.mode, generation._sync, received = "server", FullSync(model), []
+    generation.mode, generation.weight_rounding, received = "server", "auto", []
+    generation._sync = choose_sync("full", model, pytest.fail)
+    generation._settle_precision(torch.bfloat16, None)
     monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda self: received.extend(self._iter_named_params()))
     generation.sync_weights()
     assert [name for name, _ in received] == [name for name, _ in model.named_parameters()]
+    assert {param.dtype for _, param in received} == {torch.bfloat16}
     assert generation.last_sync.mode == "full" and generation.last_sync.bytes == full_bytes(model)
+    assert any(not torch.equal(sent, dict(model.named_parameters())[name].bfloat16()) for name, sent in received)
 
 
 # ---- Vocabularies

@@ -1,18 +1,21 @@
 """What is asked of vLLM, and what it answers: for every sampled token, the candidates that it was sampled among."""
 
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from accelerate.logging import get_logger
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .._hooks import TRLCompatibilityError, substituted
 from ..weight_sync.check import differing_tensors
-from ..weight_sync.engine import engine_kwargs_for, leaving_classes_alone, unquantized_view
+from ..weight_sync.engine import engine_kwargs_for, exceptional_dtypes, leaving_classes_alone, unquantized_view
 from ..weight_sync.parameters import is_bnb_quantized
+from ..weight_sync.rounding import AUTOCAST_DTYPES
 from ..weight_sync.strategies import FullSync, SyncRecord, choose_sync
 from .candidates import Candidates, TokenLogprob, from_lists, token_logprobs
 
@@ -67,6 +70,9 @@ class TopKVLLMGeneration(VLLMGeneration):
         divergence_top_k (`int`): number of the most probable tokens to ask the engine for, besides the sampled one.
         weight_sync (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"full"` or `"adapter"`.
         quantization (`str`, *optional*): vLLM's quantization of a colocated engine.
+        dtype (`str`, *optional*, defaults to `"auto"`): that of a colocated engine, or vLLM's choice.
+        weight_rounding (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"nearest"` or `"stochastic"`.
+        seed (`int`, *optional*, defaults to `0`): of stochastic rounding, the same on all processes.
         kwargs: those of [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Attributes:
@@ -74,11 +80,22 @@ class TopKVLLMGeneration(VLLMGeneration):
     """
 
     def __init__(
-        self, *, divergence_top_k: int, weight_sync: str = "auto", quantization: str | None = None, **kwargs: Any
+        self,
+        *,
+        divergence_top_k: int,
+        weight_sync: str = "auto",
+        quantization: str | None = None,
+        dtype: str = "auto",
+        weight_rounding: str = "auto",
+        seed: int = 0,
+        **kwargs: Any,
     ):
         self.divergence_top_k = divergence_top_k
         self.weight_sync = weight_sync
         self.quantization = quantization
+        self.dtype = dtype
+        self.weight_rounding = weight_rounding
+        self.seed = seed
         self.last_sync: SyncRecord | None = None
         self._told_of_truncation = False
         generation_kwargs = kwargs.get("generation_kwargs") or {}
@@ -119,6 +136,9 @@ class TopKVLLMGeneration(VLLMGeneration):
             colocated=self.mode == "colocate",
             sharded=self._dist.is_zero3 or self._dist.is_fsdp,
             base_every_time=self.enable_sleep_mode,
+            rounding=self.weight_rounding,
+            autocast=AUTOCAST_DTYPES.get(self.accelerator.mixed_precision),
+            seed=self.seed,
         )
         if self.mode != "colocate":
             return super()._init_vllm()
@@ -127,6 +147,8 @@ class TopKVLLMGeneration(VLLMGeneration):
         ours |= engine_kwargs_for(self.model, self.model_impl, self.trust_remote_code)
         if self.quantization is not None:
             ours["quantization"] = self.quantization
+        if self.dtype != "auto":
+            ours["dtype"] = self.dtype
         LLM, model = vllm_generation.LLM, self.model
         if is_bnb_quantized(model):
             self.model = unquantized_view(model)
@@ -135,10 +157,23 @@ class TopKVLLMGeneration(VLLMGeneration):
                 super()._init_vllm()
         finally:
             self.model = model
+        config = self.llm.llm_engine.model_config
+        self._settle_precision(config.dtype, config.quantization)
+        (self._sync.rounding.exceptions,) = self.llm.apply_model(partial(exceptional_dtypes, usual=config.dtype))
+
+    def _settle_precision(self, dtype: torch.dtype, quantization: str | None) -> None:
+        self._sync.rounding.dtype = dtype
+        if quantization is not None and self.weight_rounding != "nearest":
+            logger.warning(
+                f"The engine is quantized ({quantization}), which rounds its weights to nearest after "
+                f"`vllm_weight_rounding={self.weight_rounding!r}` has rounded them to {str(dtype).removeprefix('torch.')}: "
+                "what training changes by less than the spacing of quantized weights does not reach the engine."
+            )
 
     def _check_server(self) -> None:
         config = self.vllm_client.get_server_info()["model_config"]
         most, mode = config["max_logprobs"], config["logprobs_mode"]
+        self._settle_precision(getattr(torch, config["dtype"].removeprefix("torch.")), config["quantization"])
         if 0 <= most < self.divergence_top_k:  # -1 is no limit
             raise ValueError(
                 f"`divergence_top_k` is {self.divergence_top_k}, but the vLLM server returns at most {most} logprobs a "

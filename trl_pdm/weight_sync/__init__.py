@@ -6,3 +6,5 @@ engine; an adapter keeps them, and is a small fraction of the bytes.
 """
 
 WEIGHT_SYNCS = ("auto", "full", "adapter")
+WEIGHT_ROUNDINGS = ("auto", "nearest", "stochastic")
+ENGINE_DTYPES = ("auto", "bfloat16", "float16", "float32")

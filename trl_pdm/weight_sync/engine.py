@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.logging import get_logger
 from peft.utils.integrations import get_bnb_param_type
 from torch import nn
@@ -105,24 +106,31 @@ def reload_weights(llm: "LLM", named_params: Params) -> int:
 
     Args:
         llm (`vllm.LLM`): an engine in this process.
-        named_params: names and tensors under the names of the Hugging Face checkpoint.
+        named_params: names and tensors under the names of the Hugging Face checkpoint. The engine may keep the tensors:
+            they must not be the ones that training changes in place.
 
     Returns:
         `int`: the bytes moved.
     """
     moved = 0
 
-    def copies():
+    def counted():
         nonlocal moved
         for name, param in named_params:
             moved += param.nbytes
-            yield name, param.detach().clone()  # the engine may keep it, and training changes it in place
+            yield name, param
 
     with _quiet_reload(has_tied_head=any(llm.apply_model(_has_tied_head))):
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies()})
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
     llm.apply_model(_repack_tied_heads)
     llm.apply_model(_repack_experts)
     return moved
+
+
+def exceptional_dtypes(model: nn.Module, usual: torch.dtype) -> dict[str, torch.dtype]:
+    """Of an engine's parameters that it holds in a wider floating point type than `usual`."""
+    dtypes = ((name, param.dtype) for name, param in model.named_parameters())
+    return {name: dtype for name, dtype in dtypes if dtype.is_floating_point and dtype.itemsize > usual.itemsize}
 
 
 @contextmanager

@@ -87,12 +87,26 @@ def held_names(model: "PreTrainedModel | PeftModel") -> Iterator[str]:
         yield from (_join(path, name) for name in names)
 
 
+def adapted_names(model: "PreTrainedModel | PeftModel") -> set[str]:
+    """The names of those of [`held_parameters`] that adapters are merged into."""
+    parts = _parts_with_parameters(model)
+    return {_join(path, name) for path, _, layer, names in parts if layer is not None for name in names}
+
+
+def frozen_names(model: "PreTrainedModel | PeftModel") -> set[str]:
+    """The names of those of [`held_parameters`] that are not trained themselves."""
+    parts = _parts_with_parameters(model)
+    named = ((_join(path, name), part.get_parameter(name)) for path, part, _, names in parts for name in names)
+    return {name for name, param in named if not param.requires_grad}
+
+
 @torch.no_grad()
 def held_parameters(model: "PreTrainedModel | PeftModel", merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The parameters that `model` computes with, under the names of the model without PEFT.
 
-    An adapter is merged beside the weights, in float32, one layer at a time: what is trained, and what is frozen, stays
-    as it is. Quantized weights are dequantized, what several modules share comes once.
+    An adapter is merged beside the weights, one layer at a time: what is trained, and what is frozen, stays as it is. What
+    is merged is float32 at least, as the dtype of a coarser base would round the adapter away. Quantized weights are
+    dequantized, what several modules share comes once.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model, not sharded.
@@ -130,7 +144,7 @@ def persistent_buffers(model: "PreTrainedModel | PeftModel") -> Iterator[tuple[s
 
 
 def merged_copy(layer: BaseTunerLayer) -> nn.Module:
-    """The module in `layer` as the active adapters make it. It shares nothing with `layer`.
+    """The module in `layer` as the active adapters make it, in float32 at least. It shares nothing with `layer`.
 
     Raises:
         Exception: PEFT cannot merge this kind of layer.
@@ -146,18 +160,14 @@ def merged_copy(layer: BaseTunerLayer) -> nn.Module:
     for module in list(copied.modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
-    merged = copied.get_base_layer()
-    for name, param in layer.get_base_layer().named_parameters():
-        held = merged.get_parameter(name)
-        held.data = held.data.to(param.dtype)
-    return merged
+    return copied.get_base_layer()
 
 
 def _dequantized(module: Any, adapter: BaseTunerLayer | None) -> nn.Module:
     weight = _dequantized_weight(module)
     if adapter is not None:
         deltas = (adapter.get_delta_weight(name) for name in adapter.active_adapters if name in adapter.r)
-        weight = sum((delta.float() for delta in deltas), weight.float()).to(weight.dtype)
+        weight = sum((delta.float() for delta in deltas), weight.float())
     plain = nn.Module()
     plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), module.bias
     return plain

@@ -6,14 +6,73 @@ expectation is the weight itself: of many weights that each move a little, the r
 """
 
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .parameters import Params, adapted_names, frozen_names
+
+
+# Of accelerate's `mixed_precision`: what the trainer's matrix products round weights to, to nearest
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 # Elements rounded at a time: what stays in a core's cache, and what keeps a GPU busy. Even, as a hash serves two.
 _CHUNK = {"cpu": 1 << 18}
 _CHUNK_ELSEWHERE = 1 << 24
+
+
+class WeightRounding:
+    """Each weight as an engine is to hold it, in memory of its own.
+
+    `"auto"` lets the engine compute with what the trainer computes with, as closely as its dtype can:
+
+    - A weight that training does not change is rounded to nearest, which is closest.
+    - Autocast rounds the weights of matrix products to nearest, and so is done here. (It does not round what is only
+      looked up or multiplied elementwise, embeddings and norms. They are rounded as the others are: a tied embedding is
+      in a matrix product too.)
+    - All others are rounded stochastically where the engine's dtype is coarser than the trainer's. So is a weight that an
+      adapter is merged into, whatever the trainer's dtype: the trainer adds the adapter's output, not its weights.
+
+    Args:
+        mode (`str`): `"auto"`, `"nearest"` or `"stochastic"`, the last two for all weights alike.
+        model: the model that is trained.
+        merged (`bool`): its adapters are merged into the weights that are rounded.
+        autocast (`torch.dtype`, *optional*): that of the trainer's matrix products; without it they use the weights' own.
+        seed (`int`, *optional*, defaults to `0`): of the dither, the same on all processes.
+
+    Attributes:
+        dtype (`torch.dtype` or `None`): the engine's. Until it is known, weights are only copied.
+        exceptions (`dict[str, torch.dtype]`): of weights that the engine holds in another dtype, by their names.
+    """
+
+    def __init__(self, mode: str, model: Any, *, merged: bool, autocast: torch.dtype | None = None, seed: int = 0):
+        self.mode, self.autocast, self.seed = mode, autocast, seed
+        self._merged = adapted_names(model) if merged else set()
+        self._frozen = frozen_names(model) - self._merged
+        self.dtype: torch.dtype | None = None
+        self.exceptions: dict[str, torch.dtype] = {}
+
+    def apply(self, named_params: Params) -> Params:
+        """The weights, by their names in memory, as the engine is to hold them."""
+        for name, param in named_params:
+            yield name, self.rounded(name, param.detach())
+
+    def rounded(self, name: str, weight: Tensor) -> Tensor:
+        dtype = self.exceptions.get(name, self.dtype)
+        if dtype is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+            return weight.clone()
+        used = weight.to(self.autocast) if self._is_autocast(name) else weight
+        if self.rounds_to_nearest(name) or is_held_by(used.dtype, dtype):
+            return used.to(dtype, copy=used is weight)
+        return round_stochastically(used, dtype, name, self.seed)
+
+    def _is_autocast(self, name: str) -> bool:
+        return self.mode == "auto" and self.autocast is not None and name not in self._merged
+
+    def rounds_to_nearest(self, name: str) -> bool:
+        """Whether `name` is rounded to nearest whatever its dtype."""
+        return self.mode == "nearest" or (self.mode == "auto" and name in self._frozen)
 
 
 def is_held_by(source: torch.dtype, target: torch.dtype) -> bool:
@@ -69,8 +128,8 @@ def _float32_to_bfloat16(source: Tensor, target: Tensor, dither: Tensor) -> None
 def _to_grid(source: Tensor, target: Tensor, dither: Tensor) -> None:
     info, size = torch.finfo(target.dtype), source.double().abs()
     # The spacing at a value from its exponent, below the smallest normal number the spacing there; both as bits
-    smallest = int(torch.tensor(info.smallest_normal, dtype=torch.float64).view(torch.int64)) >> 52
-    steps = int(torch.tensor(info.eps, dtype=torch.float64).view(torch.int64)) - (1023 << 52)
+    smallest = torch.tensor(info.smallest_normal, dtype=torch.float64).view(torch.int64).item() >> 52
+    steps = torch.tensor(info.eps, dtype=torch.float64).view(torch.int64).item() - (1023 << 52)
     spacing = ((size.view(torch.int64) >> 52).clamp(min=smallest) << 52).add_(steps).view(torch.float64)
     on_grid = (size / spacing + (dither.double() + 32768.5) / 65536).floor_() * spacing
     target.copy_(_without_overflow(torch.where(size.isinf(), size, on_grid), info.max).copysign_(source))

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from peft import PeftType
@@ -35,6 +36,7 @@ from .parameters import (
     merged_copy,
     persistent_buffers,
 )
+from .rounding import WeightRounding
 
 
 if TYPE_CHECKING:
@@ -67,18 +69,25 @@ class FullSync:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model that is trained.
         params (`Callable`, *optional*): yields its parameters, under their names in memory, where
             [`held_parameters`] cannot.
+        rounding ([`WeightRounding`], *optional*): how they reach the engine; to nearest by default.
     """
 
     mode = "full"
     engine_kwargs: dict[str, Any] = {}
 
-    def __init__(self, model: "PreTrainedModel | PeftModel", params: Callable[[], Params] | None = None):
+    def __init__(
+        self,
+        model: "PreTrainedModel | PeftModel",
+        params: Callable[[], Params] | None = None,
+        rounding: WeightRounding | None = None,
+    ):
         self.model = model
+        self.rounding = rounding or WeightRounding("nearest", model, merged=True)
         self._params = params or partial(held_parameters, model)
 
     def tensors(self) -> Params:
         """Everything that is pushed, as a checkpoint names it."""
-        yield from checkpoint_tensors(self.model, self._params())
+        yield from checkpoint_tensors(self.model, self.rounding.apply(self._params()))
 
     def push(self, llm: "LLM") -> int:
         """Bring an engine in this process up to date. Returns the bytes moved."""
@@ -91,19 +100,21 @@ class AdapterSync:
     Args:
         model ([`~peft.PeftModel`]): the model that is trained.
         base_every_time (`bool`, *optional*, defaults to `False`): the engine forgets its weights between syncs.
+        rounding ([`WeightRounding`], *optional*): how they reach the engine; to nearest by default.
     """
 
     mode = "adapter"
 
-    def __init__(self, model: "PeftModel", base_every_time: bool = False):
+    def __init__(self, model: "PeftModel", base_every_time: bool = False, rounding: WeightRounding | None = None):
         self.model, self.base_every_time = model, base_every_time
+        self.rounding = rounding or WeightRounding("nearest", model, merged=False)
         self.engine_kwargs = {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(model)}
         self.request: Any = None  # the live version. Each has its own id, because vLLM caches by id.
         remove_stale_folders()
 
     def tensors(self) -> Params:
         """The base that is pushed, as a checkpoint names it."""
-        yield from checkpoint_tensors(self.model, held_parameters(self.model, merged=False))
+        yield from checkpoint_tensors(self.model, self.rounding.apply(held_parameters(self.model, merged=False)))
 
     def push(self, llm: "LLM") -> int:
         """Bring an engine in this process up to date. Returns the bytes moved."""
@@ -135,7 +146,7 @@ class AdapterSync:
     def _adapter(self) -> dict[str, Tensor]:
         saved = CheckpointNames(base_of(self.model), held_names(self.model))
         tensors = {}
-        for name, tensor in adapter_tensors(self.model).items():
+        for name, tensor in self.rounding.apply(adapter_tensors(self.model).items()):
             layer, _, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
             renamed = saved.renamed(f"{layer}.weight")
             assert renamed is not None, "`why_not_servable` refuses layers that a checkpoint holds in another shape"
@@ -168,6 +179,9 @@ def choose_sync(
     colocated: bool = True,
     sharded: bool = False,
     base_every_time: bool = False,
+    rounding: str = "auto",
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
 ) -> FullSync | AdapterSync:
     """
     Choose how to bring the weights of `model` into vLLM.
@@ -179,6 +193,7 @@ def choose_sync(
         colocated (`bool`, *optional*, defaults to `True`): the engine runs in this process.
         sharded (`bool`, *optional*, defaults to `False`): parameters are sharded (ZeRO-3, FSDP).
         base_every_time (`bool`, *optional*, defaults to `False`): the engine forgets its weights between syncs.
+        rounding, autocast, seed: those of [`WeightRounding`].
 
     Raises:
         ValueError: `"adapter"` was asked for and is impossible, or the model cannot be synchronised at all: a quantized
@@ -207,20 +222,22 @@ def choose_sync(
         raise ValueError(
             f"`vllm_weight_sync='adapter'` is not possible, because {reason}. Set `vllm_weight_sync` to 'full' or 'auto'."
         )
+    round_weights = partial(WeightRounding, rounding, model, autocast=autocast, seed=seed)
     if requested != "full" and not reason:
-        return AdapterSync(model, base_every_time)
+        return AdapterSync(model, base_every_time, round_weights(merged=False))
     if requested == "auto" and is_peft_model(model):
         logger.warning(f"`vllm_weight_sync='auto'` moves all weights at each sync ('full'), because {reason}.")
     # Sharded weights go TRL's way. It merges an adapter in place and subtracts it again: under ZeRO-3 into gathered copies,
     # which are dropped, under FSDP into the shards, where a bf16 base moves a little with each sync.
-    return FullSync(model, stock_params if sharded else None)
+    return FullSync(model, stock_params if sharded else None, round_weights(merged=True))
 
 
 def checkpoint_tensors(model: "PreTrainedModel | PeftModel", params: Params) -> Params:
-    """`params` of `model` and its persistent buffers, as a checkpoint has them."""
+    """`params` of `model` and copies of its persistent buffers, in their own dtype, as a checkpoint has them."""
     # A walk without tensors knows all names beforehand
     names = chain(held_names(model), (name for name, _ in persistent_buffers(model)))
-    yield from CheckpointNames(base_of(model), names).convert(chain(params, persistent_buffers(model)))
+    buffers = ((name, buffer.clone()) for name, buffer in persistent_buffers(model))
+    yield from CheckpointNames(base_of(model), names).convert(chain(params, buffers))
 
 
 # ---- What vLLM can serve
