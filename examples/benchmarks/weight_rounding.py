@@ -195,10 +195,7 @@ class Measurement:
 
     def pushed(self):
         sync = self.trainer.vllm_generation._sync
-        if sync.mode != "full":
-            return None
-        dtype = self.trainer.vllm_generation.engine_dtype
-        return {name: sync.rounding(name, param, dtype) for name, param in sync.params()}
+        return dict(sync.tensors()) if sync.mode == "full" else None
 
 
 def measure_gap(kind: str, learning_rate: float, args: argparse.Namespace) -> list[dict[str, float]]:

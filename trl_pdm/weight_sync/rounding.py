@@ -128,8 +128,8 @@ def _float32_to_bfloat16(source: Tensor, target: Tensor, dither: Tensor) -> None
 def _to_grid(source: Tensor, target: Tensor, dither: Tensor) -> None:
     info, size = torch.finfo(target.dtype), source.double().abs()
     # The spacing at a value from its exponent, below the smallest normal number the spacing there; both as bits
-    smallest = torch.tensor(info.smallest_normal, dtype=torch.float64).view(torch.int64).item() >> 52
-    steps = torch.tensor(info.eps, dtype=torch.float64).view(torch.int64).item() - (1023 << 52)
+    smallest = int(torch.tensor(info.smallest_normal, dtype=torch.float64).view(torch.int64)) >> 52
+    steps = int(torch.tensor(info.eps, dtype=torch.float64).view(torch.int64)) - (1023 << 52)
     spacing = ((size.view(torch.int64) >> 52).clamp(min=smallest) << 52).add_(steps).view(torch.float64)
     on_grid = (size / spacing + (dither.double() + 32768.5) / 65536).floor_() * spacing
     target.copy_(_without_overflow(torch.where(size.isinf(), size, on_grid), info.max).copysign_(source))
