@@ -157,7 +157,7 @@ def make_trainer(model_path, **options):
         temperature=1.0,
         per_device_train_batch_size=32,
         num_generations=4,
-        learning_rate=1e-3,
+        learning_rate=3e-4,
         max_steps=4,
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=128,

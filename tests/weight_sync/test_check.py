@@ -84,6 +84,7 @@ def trainer(tmp_path_factory):
         tmp_path_factory.mktemp("engine"),
         model=dict(tie_word_embeddings=True),
         use_vllm=True,
+        vllm_dtype="float32",  # what is left between engine and trainer is then no rounding
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=64,
         divergence_top_k=40,
