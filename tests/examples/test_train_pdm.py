@@ -89,7 +89,9 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
     differences = [e["weight_sync/logp_difference_mean"] for e in history if "weight_sync/logp_difference_mean" in e]
     assert len(differences) == 16 and max(differences) < 0.02, differences
     moved = [entry["weight_sync/bytes"] for entry in history if "weight_sync/bytes" in entry]
-    assert len(moved) == 16 and moved[0] > 2 * max(moved[1:]), "the base moves once, in bfloat16, then only the adapter"
+    assert len(moved) == 16 and moved[0] > 2 * max(moved[1:]), (
+        "the base moves once, in bfloat16, then only the adapter"
+    )
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
