@@ -185,3 +185,12 @@ def test_import_is_light():
     code = "import sys, trl_pdm; print(*{'vllm', 'torch', 'trl', 'bitsandbytes'} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert loaded == []
+
+
+def test_a_support_that_can_never_be_replayed_is_refused():
+    """Of `top_k` tokens that survive, more than are asked for; `top_p` may leave fewer."""
+    replay = dict(use_cpu=True, use_vllm=True, sampling_support="replay")
+    with pytest.raises(ValueError, match=r"`divergence_top_k` must be at least `top_k` \(50\) .*, got 20"):
+        PDMGRPOConfig(**replay, top_k=50)
+    PDMGRPOConfig(**replay, top_k=20)
+    PDMGRPOConfig(**replay, top_k=50, top_p=0.9)

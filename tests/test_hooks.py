@@ -4,6 +4,8 @@ import inspect
 import math
 import os
 import re
+import threading
+import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +44,39 @@ def test_supported_range_is_the_packages_own():
 def test_substitution_is_undone_and_needs_the_name():
     """A name is substituted for a while, and only where it exists."""
     original = grpo_trainer.VLLMGeneration
-    with pytest.raises(RuntimeError, match="inside"), substituted(grpo_trainer, VLLMGeneration=None):
-        assert grpo_trainer.VLLMGeneration is None
+    with pytest.raises(RuntimeError, match="inside"), substituted(grpo_trainer, VLLMGeneration=lambda: "ours"):
+        assert grpo_trainer.VLLMGeneration() == "ours"
         raise RuntimeError("inside")
     assert grpo_trainer.VLLMGeneration is original
-    with pytest.raises(TRLCompatibilityError, match=WHERE), substituted(grpo_trainer, VLLMBackend=None):
+    with pytest.raises(TRLCompatibilityError, match=WHERE), substituted(grpo_trainer, VLLMBackend=lambda: None):
         pass
+
+
+def test_substitutions_in_threads_do_not_mix(monkeypatch):
+    """Each thread sees its own, one that substitutes nothing sees the original, and all of them are undone."""
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", lambda: "stock")
+    original, seen, others = grpo_trainer.VLLMGeneration, [], []
+
+    def construct(number):
+        for attempt in range(20):
+            try:
+                with substituted(grpo_trainer, VLLMGeneration=lambda: number):
+                    time.sleep(1e-3)
+                    seen.append(grpo_trainer.VLLMGeneration() == number)
+                    if attempt % 3 == number % 3:
+                        raise ValueError("a constructor that fails")
+            except ValueError:
+                pass
+
+    threads = [threading.Thread(target=construct, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        others.append(grpo_trainer.VLLMGeneration())
+        time.sleep(1e-4)
+    assert len(seen) == 80 and all(seen)
+    assert set(others) == {"stock"}
+    assert grpo_trainer.VLLMGeneration is original
 
 
 @pytest.mark.parametrize("name", ["VLLMGeneration", "GRPOConfig"])
@@ -382,7 +411,8 @@ def test_attributes_of_the_trainer(trained):
         (trainer, "args model state accelerator loss_type importance_sampling_level beta epsilon_low epsilon_high"),
         (
             trainer,
-            "use_vllm top_p top_k min_p rollout_func vllm_generation num_iterations _metrics _logs reward_weights",
+            "use_vllm top_p top_k min_p rollout_func vllm_generation num_iterations _metrics _logs reward_weights "
+            "eos_token_ids _last_loaded_step _step _buffered_inputs",
         ),
         (
             trainer.args,

@@ -286,8 +286,10 @@ def test_completions_table_says_what_was_masked(tmp_path, monkeypatch, evaluatio
     run(trainer)
     tables = [pd.read_parquet(tmp_path / "completions" / f"completions_0000{step}.parquet") for step in (1, 2, 3, 4)]
     for table in tables:
-        known = table.dropna(subset="masked")
-        assert known["masked"].tolist() == pytest.approx([masked[text] for text in known["completion"]], abs=1e-4)
+        known = table.dropna(subset="trust_region/masked")
+        assert known["trust_region/masked"].tolist() == pytest.approx(
+            [masked[text] for text in known["completion"]], abs=1e-4
+        )
     if not evaluation:
-        assert [table["masked"].notna().sum() for table in tables] == [4, 8, 4, 8]
-    assert max(table["masked"].nunique() for table in tables) > 2
+        assert [table["trust_region/masked"].notna().sum() for table in tables] == [4, 8, 4, 8]
+    assert max(table["trust_region/masked"].nunique() for table in tables) > 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock, get_ident
 from types import ModuleType
 from typing import Any
 
@@ -24,9 +25,14 @@ class TRLCompatibilityError(RuntimeError):
         )
 
 
+_substituting = RLock()
+
+
 @contextmanager
 def substituted(module: ModuleType, **replacements: Any) -> Iterator[None]:
-    """Replace module-level names of `module` for the duration of a block.
+    """Replace module-level names of `module` for the duration of a block, for this thread alone.
+
+    Other threads that substitute wait; those that only call get the original.
 
     Raises:
         TRLCompatibilityError: `module` has no such name, so nothing would look the replacement up.
@@ -34,9 +40,26 @@ def substituted(module: ModuleType, **replacements: Any) -> Iterator[None]:
     missing = sorted(set(replacements) - set(vars(module)))
     if missing:
         raise TRLCompatibilityError(f"`{module.__name__}` no longer has `{', '.join(missing)}`.")
-    originals = {name: getattr(module, name) for name in replacements}
-    vars(module).update(replacements)
-    try:
-        yield
-    finally:
-        vars(module).update(originals)
+    with _substituting:
+        originals = {name: getattr(module, name) for name in replacements}
+        vars(module).update({name: _ForOneThread(new, originals[name]) for name, new in replacements.items()})
+        try:
+            yield
+        finally:
+            vars(module).update(originals)
+
+
+class _ForOneThread:
+    """A replacement, to the thread that made it; the original, to all others."""
+
+    def __init__(self, replacement: Any, original: Any):
+        self._replacement, self._original, self._thread = replacement, original, get_ident()
+
+    def _seen(self) -> Any:
+        return self._replacement if get_ident() == self._thread else self._original
+
+    def __call__(self, *args, **kwargs):
+        return self._seen()(*args, **kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._seen(), name)

@@ -434,6 +434,9 @@ class PDMGRPOConfig(GRPOConfig):
                 isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
             )
 
+        # As TRL's earlier releases had it: not set
+        self.top_k = 0 if self.top_k is None else self.top_k
+        self.top_p = 1.0 if self.top_p is None else self.top_p
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 refuse(name, f"one of {', '.join(map(repr, choices))}")
@@ -472,6 +475,13 @@ class PDMGRPOConfig(GRPOConfig):
             refuse("sync_check_threshold", "a positive, finite number of nats (0.5 is a good start)")
         if not isinstance(self.divergence_top_k, int) or self.divergence_top_k < 1:
             refuse("divergence_top_k", "an integer of at least 1 (20 is a good start)")
+        if (
+            self.sampling_support == "replay"
+            and self.top_k > self.divergence_top_k
+            and self.top_p == 1
+            and not self.min_p
+        ):
+            refuse("divergence_top_k", f"at least `top_k` ({self.top_k}) for `sampling_support='replay'`")
         if self.vllm_importance_sampling_correction:
             # The attribute, not a copy: TRL's trainer reads it to decide on a third, recomputed policy.
             self.vllm_importance_sampling_correction = False

@@ -277,7 +277,7 @@ class TokenMetrics:
 
 class MaskedColumn:
     """
-    The column `masked` of TRL's table of completions: which share of a completion's tokens its last update left out.
+    The column `trust_region/masked` of TRL's table of completions: which share of a completion's tokens its last update left out.
 
     TRL logs completions with their rollout. They are trained on later and in another order, so each takes the number of
     its row along; until then, and if it never is, the entry is `None`.
@@ -300,7 +300,7 @@ class MaskedColumn:
             n, processes = len(ids), self._accelerator.num_processes
             batch["row"] = self._rows + self._accelerator.process_index * n + torch.arange(n, device=ids.device)
             self._rows += n * processes
-            self._columns["masked"].extend([None] * n * processes)
+            self._columns["trust_region/masked"].extend([None] * n * processes)
 
     def add(self, batch: dict[str, Any], keep: Tensor, mask: Tensor) -> None:
         """Note a micro-batch, on every process. `keep`, `mask` `(B, T)`: tokens that update, tokens that could."""
@@ -312,7 +312,7 @@ class MaskedColumn:
         """Enter what was noted, before TRL writes its table."""
         shares, self._shares = self._shares, []
         for row, value in (entry for part in shares for entry in zip(*(x.tolist() for x in part), strict=True)):
-            column = self._columns["masked"]
+            column = self._columns["trust_region/masked"]
             if row >= self._rows - len(column):  # evaluations push a rollout's rows out before its last update
                 column[row - self._rows] = round(value, 4)
 

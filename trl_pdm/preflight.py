@@ -1,6 +1,46 @@
-"""What is said of a model, its data and its surroundings before a training starts."""
+"""What would fail later, or in silence, refused at construction: before an engine takes its time to start."""
 
-from accelerate.logging import get_logger
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
 
 
-logger = get_logger(__name__)  # of the main process
+if TYPE_CHECKING:
+    from .trainer import PDMGRPOTrainer
+
+
+def check(trainer: "PDMGRPOTrainer") -> None:
+    """Refuse what cannot be trained.
+
+    Raises:
+        ValueError: one sentence says what is wrong, and what to do.
+    """
+    trainer.args.check_vocabulary(trainer._vocab_size, trainer._embeddings_needed)
+    _check_trainable(trainer.model)
+    if trainer.rollout_func is None:  # otherwise it is the function that makes tokens of the prompts
+        _check_prompts("train_dataset", trainer.train_dataset, trainer.processing_class)
+        evaluated = trainer.eval_dataset
+        named = evaluated if isinstance(evaluated, dict) else {None: evaluated}
+        for name, dataset in named.items():
+            _check_prompts(
+                "eval_dataset" if name is None else f"eval_dataset[{name!r}]", dataset, trainer.processing_class
+            )
+
+
+def _check_trainable(model: Any) -> None:
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "No parameter of `model` has `requires_grad=True`, so there is nothing to train. Load an adapter with "
+            "`PeftModel.from_pretrained(..., is_trainable=True)`, or leave some parameters unfrozen."
+        )
+
+
+def _check_prompts(field: str, dataset: Any, processing_class: Any) -> None:
+    if not isinstance(dataset, Dataset):  # a stream is read once, so its rows are checked when they are sampled from
+        return
+    for row, prompt in enumerate(dataset["prompt"]):
+        if isinstance(prompt, str) and not prompt.strip() and not len(processing_class(text=[prompt])["input_ids"][0]):
+            raise ValueError(
+                f"The `prompt` in row {row} of `{field}` is {prompt!r}, which holds no token, and nothing can be sampled "
+                "after none. Leave the row out, or let it begin with a token of your choice."
+            )

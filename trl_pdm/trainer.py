@@ -13,7 +13,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from . import noise, rollout
+from . import noise, preflight, rollout
 from ._hooks import TRLCompatibilityError, substituted
 from .checkpoint import last_complete_checkpoint
 from .config import PDMGRPOConfig
@@ -100,9 +100,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._sampled_at: int | None = None  # the step of the rollout that is trained on
 
         def vllm_generation(**vllm_kwargs):
-            self.args.check_vocabulary(
-                self._vocab_size, self._embeddings_needed
-            )  # before the engine takes its time to start
+            preflight.check(self)  # before the engine takes its time to start
             return rollout.TopKVLLMGeneration(
                 divergence_top_k=self.args.candidates,
                 weight_sync=self.args.vllm_weight_sync,
@@ -110,14 +108,15 @@ class PDMGRPOTrainer(GRPOTrainer):
                 dtype=self.args.vllm_dtype,
                 weight_rounding=self.args.vllm_weight_rounding,
                 seed=self.args.seed,
+                ends=lambda: self.eos_token_ids,
                 **vllm_kwargs,
             )
 
         with substituted(grpo_trainer, VLLMGeneration=vllm_generation, GRPOConfig=PDMGRPOConfig):
             super().__init__(model, reward_funcs, PDMGRPOConfig.from_grpo(args), *other_args, **kwargs)
         if not self.use_vllm:
-            self.args.check_vocabulary(self._vocab_size, self._embeddings_needed)
-        if self.use_vllm and not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
+            preflight.check(self)
+        elif not isinstance(self.vllm_generation, rollout.TopKVLLMGeneration):
             raise TRLCompatibilityError(
                 "`GRPOTrainer.__init__` no longer builds its vLLM backend as `VLLMGeneration`."
             )
@@ -162,7 +161,23 @@ class PDMGRPOTrainer(GRPOTrainer):
                 reward_funcs=self.reward_func_names,
                 processes=self.accelerator.num_processes,
             )
+        # A rollout that an interrupted training left is of other weights and another step
+        self._step, self._buffered_inputs = 0, None
+        self._forget_sync()
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        # Callbacks may put other weights in for an evaluation and take them out again, all within one step
+        self._forget_sync()
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._forget_sync()
+
+    def _forget_sync(self) -> None:
+        """Have vLLM take the weights before it samples again. TRL has it once a step, but not only steps move weights: so
+        do users, callbacks, and the loading of a checkpoint or of the best model."""
+        self._last_loaded_step = -1
 
     # A step runs through these hooks in this order:
     # 1. `_generate_and_score_completions` announces a rollout and makes TRL's batch a batch with a behaviour policy.
@@ -219,7 +234,12 @@ class PDMGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list):
         synced = self.vllm_generation.last_sync if self.use_vllm else None
+        if self.use_vllm:
+            self.vllm_generation.check_settings(self)
+        must_sync = self.use_vllm and self._last_loaded_step != self.state.global_step
         output = super()._generate(prompts)
+        if must_sync and self.vllm_generation.last_sync is synced:
+            raise TRLCompatibilityError("`GRPOTrainer` no longer syncs vLLM's weights by `_last_loaded_step`.")
         if self.use_vllm and (sync := self.vllm_generation.last_sync) is not synced:
             self._metrics[self._mode]["weight_sync/seconds"].append(sync.seconds)
             self._metrics[self._mode]["weight_sync/bytes"].append(sync.bytes)
@@ -237,6 +257,11 @@ class PDMGRPOTrainer(GRPOTrainer):
         return rollout.score_behavior(
             score, self.model, batch, batch_size, args.candidates, args.gradient_checkpointing_kwargs
         )
+
+    @property
+    def _replays_rollout_func(self) -> bool:
+        """Whether candidates may be those of a sampler that truncates, of which the config knows nothing."""
+        return self.rollout_func is not None and self.args.sampling_support == "replay"
 
     @staticmethod
     def _trained_on(batch: dict[str, Any]) -> Tensor:
@@ -323,7 +348,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         `off_policy_mask_threshold`. Returns the training policy's logprobs, over the tokens that sampling left."""
         advantages, known = loss.batch["advantages"], dict[str, Any]()
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        if self.use_vllm and self.vllm_generation.truncates:
+        if self.use_vllm and (self.vllm_generation.truncates or self._replays_rollout_func):
             replayed, complete, log_mass = replay_support(evidence)
             known |= dict(support_known=complete, log_surviving_mass=log_mass.detach())
             if self.args.sampling_support == "replay":
@@ -376,4 +401,7 @@ class PDMGRPOTrainer(GRPOTrainer):
         bias = metrics.get("trust_region/log_surviving_mass")
         if bias is not None and self.args.sampling_support == "full":
             self.vllm_generation.tell_of_truncation(bias)
+        unknown = metrics.get("trust_region/support_unknown")
+        if unknown is not None and self.args.sampling_support == "replay":
+            self.vllm_generation.tell_of_unknown_support(unknown)
         super().log(logs, start_time)

@@ -22,6 +22,7 @@ from trl.generation.vllm_client import VLLMClient
 from tests.helpers import tiny
 from tests.helpers.processes import free_port, in_two_processes
 from tests.helpers.references import reference_logps, reference_model, unpadded
+from tests.helpers.trainers import run
 from tests.rollout.helpers import ENGINE, ENGINE_TOP_K, generate, generate_on, make_trainer, sync
 from trl_pdm.rollout import TopKVLLMGeneration
 
@@ -164,6 +165,118 @@ def test_stop_strings(on_engine, monkeypatch):
         stopped += text[-1] in stop
         assert ids[:, 0].tolist() == completion_ids
     assert stopped
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_what_is_asked_is_decided_at_each_request(on_engine, monkeypatch):
+    """Stop strings set later get their text, and a dictionary put in place of the first one loses nothing."""
+    trainer = on_engine()
+    calls, generation = watch_generation(trainer, monkeypatch), trainer.vllm_generation
+    generation.generation_kwargs["stop"] = list("0123456789abcdefg")
+    generate_on(trainer)
+    generation.generation_kwargs = {"seed": 3, "stop_token_ids": [7]}
+    generate_on(trainer)
+    generation.generation_kwargs = {"ignore_eos": True}
+    generate_on(trainer)
+    generation.generation_kwargs = {"top_k": 3}
+    with pytest.raises(ValueError, match=r"`generation_kwargs` sets `top_k` to 3, of which the loss would not know"):
+        generate_on(trainer)
+    with_stop, replaced, without_end = (params for params, _ in calls)
+    assert with_stop.detokenize and set(with_stop.stop_token_ids) == set(trainer.eos_token_ids)
+    assert replaced.flat_logprobs and not replaced.detokenize and replaced.seed == 3 and not replaced.stop
+    assert set(replaced.stop_token_ids) == {7, *trainer.eos_token_ids}
+    assert not without_end.stop_token_ids and {len(completion.token_ids) for completion in calls[-1][1]} == {12}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_engine_ends_where_the_trainer_does(on_engine):
+    """Ends that only the trainer's memory knows, and one that only the checkpoint knows."""
+    tokenizer, of_checkpoint = tiny.tokenizer(), tiny.tokenizer().eos_token_id
+    tokenizer.eos_token = "1"
+    model = tiny.model(len(tokenizer), seed=5)
+    ends = set(tokenizer.convert_tokens_to_ids(list("12345678")))
+    model.generation_config.eos_token_id = sorted(ends)[1:]
+    trainer = on_engine(model=model, processing_class=tokenizer)
+    batches = [generate_on(trainer) for _ in range(8)]
+    completions = [ids for batch in batches for _, ids, *_ in unpadded(batch)]
+    assert not any(ends & set(ids[:-1]) for ids in completions), "the engine samples past an end"
+    ended = [ids[-1] in ends for ids in completions]
+    assert 10 < sum(ended) < len(ended)
+    assert all(len(ids) == 12 for ids, by_an_end in zip(completions, ended, strict=True) if not by_an_end)
+    assert any(of_checkpoint in ids[:-1] for ids in completions), "of the checkpoint alone, it ends nothing"
+    clipped = [np.mean([not end for end in ended[i : i + 12]]) for i in range(0, len(ended), 12)]
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == pytest.approx(clipped)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_settings_of_the_live_trainer_reach_the_loss_or_are_refused(on_engine):
+    trainer = on_engine(max_steps=1, sync_check_steps=0)
+    for owner, name, value, message in [
+        (trainer, "top_p", 0.5, r"`trainer\.top_p` was set to 0\.5 .* vLLM samples with 1\.0\. Set the field `top_p`"),
+        (trainer, "temperature", 0.5, r"`trainer\.temperature` was set to 0\.5 .* vLLM samples with 0\.8"),
+        (trainer.vllm_generation, "temperature", 0.5, r"`temperature` of .* was set to 0\.5 .* built for 0\.8"),
+    ]:
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        with pytest.raises(ValueError, match=message):
+            generate_on(trainer)
+        setattr(owner, name, before)
+    trainer.vllm_generation.top_k = 5  # known to be a truncation from then on
+    log = run(trainer)[0]
+    assert log["trust_region/support_unknown"] == 0 and log["trust_region/log_surviving_mass"] < 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_empty_prompt_of_a_stream_is_refused_by_its_row(on_engine):
+    with pytest.raises(ValueError, match="Prompt 1 of a rollout holds no token"):
+        on_engine().vllm_generation.generate([[5, 6], []], None, 1)
+
+
+class Truncating:
+    """A rollout function that samples from the trainer's own model, truncated to its 5 most probable tokens."""
+
+    def __call__(self, prompts, trainer):
+        model, output = reference_model(trainer), []
+        for prompt in prompts:
+            prompt_ids = trainer.processing_class(prompt)["input_ids"]
+            row = dict(prompt_ids=prompt_ids, completion_ids=[], logprobs=[], topk_token_ids=[], topk_logprobs=[])
+            for _ in range(6):
+                ids = [*row["completion_ids"], 0]
+                top = reference_logps(model, prompt_ids, ids, trainer.temperature)[-1].topk(5)
+                logps, token = top.values.log_softmax(-1), torch.multinomial(top.values.softmax(-1), 1).item()
+                row["completion_ids"].append(top.indices[token].item())
+                row["logprobs"].append(logps[token].item())
+                row["topk_token_ids"].append(top.indices.tolist())
+                row["topk_logprobs"].append(logps.tolist())
+            output.append(row)
+        return {name: [row[name] for row in output] for name in output[0]}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("support", ["full", "replay"])
+def test_truncated_candidates_of_a_rollout_function_are_replayed(on_engine, support):
+    """The policy that sampled is the trained one over five tokens: replayed, every ratio on policy is 1."""
+    log = run(on_engine(Truncating(), max_steps=1, sampling_support=support))[0]
+    if support == "replay":
+        assert log["importance_ratio/mean"] == pytest.approx(1, abs=1e-4)
+        assert log["trust_region/divergence_max"] < 1e-4 and log["trust_region/support_unknown"] == 0
+    else:
+        assert log["importance_ratio/mean"] < 0.95
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_support_that_cannot_be_replayed_is_told_once(on_engine, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_pdm"):
+        logs = run(on_engine(top_p=0.999, divergence_top_k=2, sampling_support="replay", max_steps=2))
+    assert [log["trust_region/support_unknown"] > 0.5 for log in logs[:2]] == [True, True]
+    said = [record.message for record in caplog.records if "`sampling_support='replay'` left" in record.message]
+    assert len(said) == 1 and f"left {logs[0]['trust_region/support_unknown']:.0%} of the tokens" in said[0]
 
 
 @pytest.mark.vllm
@@ -339,6 +452,7 @@ def test_server_answers(tmp_path, stand_in, top_k):
     trainer = server_trainer(tmp_path, server.url, divergence_top_k=top_k, temperature=0.7, max_steps=2)
     batch = generate(trainer)
     assert [request["logprobs"] for request in server.requests] == [top_k]
+    assert [request["stop_token_ids"] for request in server.requests] == [sorted(trainer.eos_token_ids)]
     inside, unlikely = set(), 0
     for row, (prompt_ids, completion_ids, ids, logps) in enumerate(unpadded(batch)):
         full = reference_logps(server.model, prompt_ids, completion_ids, 0.7)

@@ -286,7 +286,7 @@ class Engine:
     def list_loras(self):
         return self.loras
 
-    def generate(self, prompts, *, lora_request=None):
+    def generate(self, prompts, lora_request=None):
         return lora_request
 
 
@@ -299,7 +299,8 @@ def test_adapter_versions(sleeps):
         sync.push(engine)
         assert engine.loras == {version} and engine.generate([]).lora_int_id == version
         assert engine.generate([], lora_request=None) is engine.generate([], lora_request=sync.request)
-        assert engine.generate([], lora_request="mine") == "mine"
+        assert engine.generate([], None) is sync.request
+        assert engine.generate([], lora_request="mine") == engine.generate([], "mine") == "mine"
         assert not leftovers()
     reload = ("reload_weights", len(list(tiny.model(V).parameters())))
     expected = [reload, ("add", 1), *[reload] * sleeps, ("add", 2), *[reload] * sleeps, ("add", 3)]

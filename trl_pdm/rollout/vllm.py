@@ -1,6 +1,6 @@
 """What is asked of vLLM, and what it answers: for every sampled token, the candidates that it was sampled among."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)  # of the main process
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
+MUCH_UNKNOWN = 0.5  # of the tokens: replaying the support then does less than it leaves
+# What TRL's trainer hands to its vLLM backend once
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
 
 # What comes between the weights and the sampled logprobs, besides temperature. Truncation renormalises them over the
 # tokens that it leaves ...
@@ -73,6 +76,8 @@ class TopKVLLMGeneration(VLLMGeneration):
         dtype (`str`, *optional*, defaults to `"auto"`): that of a colocated engine, or vLLM's choice.
         weight_rounding (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"nearest"` or `"stochastic"`.
         seed (`int`, *optional*, defaults to `0`): of stochastic rounding, the same on all processes.
+        ends (`Callable`, *optional*): yields the ids of the tokens that end a completion for the trainer. An engine knows
+            only those of the checkpoint.
         kwargs: those of [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Attributes:
@@ -88,6 +93,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         dtype: str = "auto",
         weight_rounding: str = "auto",
         seed: int = 0,
+        ends: Callable[[], Sequence[int]] = tuple,
         **kwargs: Any,
     ):
         self.divergence_top_k = divergence_top_k
@@ -96,20 +102,10 @@ class TopKVLLMGeneration(VLLMGeneration):
         self.dtype = dtype
         self.weight_rounding = weight_rounding
         self.seed = seed
+        self.ends = ends
         self.last_sync: SyncRecord | None = None
-        self._told_of_truncation = False
-        generation_kwargs = kwargs.get("generation_kwargs") or {}
-        if "logprobs" in generation_kwargs:
-            raise ValueError(
-                f"`generation_kwargs` sets `logprobs` to {generation_kwargs['logprobs']}. Leave it out: "
-                f"`divergence_top_k` ({divergence_top_k}) says how many are needed."
-            )
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            if name in generation_kwargs:
-                raise ValueError(
-                    f"`generation_kwargs` sets `{name}` to {generation_kwargs[name]}, of which the loss would not know. "
-                    f"Set the field `{name}` of the config instead."
-                )
+        self._told_of_truncation = self._told_of_unknown_support = False
+        self._check_generation_kwargs(kwargs.get("generation_kwargs") or {})
         super().__init__(**kwargs | {"logprobs": divergence_top_k})
         if not self.samples_from_the_policy:
             logger.warning(
@@ -118,12 +114,8 @@ class TopKVLLMGeneration(VLLMGeneration):
                 "policy knows nothing: ratio and divergence measure them along with the updates, and the sync check is "
                 "off."
             )
-        if self.mode == "colocate":
-            # Flat logprobs spare a dictionary a token, and nobody reads the candidates' text: vLLM would detokenize
-            # all of them. It needs text to find stop strings.
-            text = {"detokenize": bool(self.generation_kwargs.get("stop"))}
-            self.generation_kwargs = text | self.generation_kwargs | {"flat_logprobs": True}
-        elif self.accelerator.is_main_process:
+        self._built_for = self.temperature
+        if self.mode == "server" and self.accelerator.is_main_process:
             self._check_server()
 
     def _init_vllm(self) -> None:
@@ -186,12 +178,59 @@ class TopKVLLMGeneration(VLLMGeneration):
                 "`--logprobs-mode processed_logprobs`."
             )
 
-    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
-        """As `VLLMGeneration.generate`, with `logprobs` of shape `(batch_size, T, 1)` that carry their candidates."""
-        with substituted(vllm_generation, extract_logprobs=from_vllm_outputs):
-            prompt_ids, completion_ids, logprobs, token_ids = super().generate(
-                prompts, images, num_generations, profiler=profiler
+    def _check_generation_kwargs(self, generation_kwargs: Mapping[str, Any]) -> None:
+        if "logprobs" in generation_kwargs:
+            raise ValueError(
+                f"`generation_kwargs` sets `logprobs` to {generation_kwargs['logprobs']}. Leave it out: "
+                f"`divergence_top_k` ({self.divergence_top_k}) says how many are needed."
             )
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if name in generation_kwargs:
+                raise ValueError(
+                    f"`generation_kwargs` sets `{name}` to {generation_kwargs[name]}, of which the loss would not know. "
+                    f"Set the field `{name}` of the config instead."
+                )
+
+    def _request_kwargs(self) -> dict[str, Any]:
+        """The user's `generation_kwargs`, as they are now, and what every request has."""
+        asked = dict(self.generation_kwargs or {})
+        self._check_generation_kwargs(asked)
+        if self.temperature != self._built_for:
+            raise ValueError(
+                f"`temperature` of `trainer.vllm_generation` was set to {self.temperature} after construction, of which "
+                f"the loss would not know: it was built for {self._built_for}. Set the field `temperature` of the config, "
+                "and build the trainer anew."
+            )
+        if not asked.get("ignore_eos"):
+            asked["stop_token_ids"] = sorted({*(asked.get("stop_token_ids") or ()), *self.ends()})
+            # Those of the checkpoint end a completion only where they are the trainer's too, or a grammar needs one
+            grammar = self.structured_outputs_regex or asked.get("structured_outputs")
+            asked["ignore_eos"] = bool(self.ends()) and not grammar
+        if self.mode == "colocate":
+            # Flat logprobs spare a dictionary a token, and nobody reads the candidates' text: vLLM would detokenize
+            # all of them. It needs text to find stop strings.
+            asked = {"detokenize": bool(asked.get("stop"))} | asked | {"flat_logprobs": True}
+        return asked
+
+    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+        """As `VLLMGeneration.generate`, with `logprobs` of shape `(batch_size, T, 1)` that carry their candidates.
+
+        Raises:
+            ValueError: a prompt is empty, or something was set of which the loss would not know.
+        """
+        if 0 in (lengths := [len(prompt) for prompt in prompts]):
+            raise ValueError(
+                f"Prompt {lengths.index(0)} of a rollout holds no token, and vLLM samples from none. Leave its row out, or "
+                "let it begin with a token of your choice."
+            )
+        asked, self.generation_kwargs = self.generation_kwargs, self._request_kwargs()
+        try:
+            with substituted(vllm_generation, extract_logprobs=from_vllm_outputs):
+                prompt_ids, completion_ids, logprobs, token_ids = super().generate(
+                    prompts, images, num_generations, profiler=profiler
+                )
+        finally:
+            self.generation_kwargs = asked
         if self.mode == "server":
             logprobs, token_ids = from_lists(completion_ids, token_ids, logprobs), None
         if any(not isinstance(lp[0], TokenLogprob) for sequence in logprobs for lp in sequence[:1]):
@@ -202,12 +241,36 @@ class TopKVLLMGeneration(VLLMGeneration):
     def truncates(self) -> bool:
         """Some tokens cannot be sampled, and the logprobs of the others are higher for it."""
         by_probability = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
-        return by_probability or bool(self.structured_outputs_regex or _TRUNCATION & set(self.generation_kwargs))
+        return by_probability or bool(self.structured_outputs_regex or _TRUNCATION & set(self.generation_kwargs or ()))
 
     @property
     def samples_from_the_policy(self) -> bool:
         """Nothing but temperature and truncation comes between the weights and the sampled logprobs."""
-        return self.repetition_penalty == 1 and not _RESHAPING & set(self.generation_kwargs)
+        return self.repetition_penalty == 1 and not _RESHAPING & set(self.generation_kwargs or ())
+
+    def check_settings(self, trainer: Any) -> None:
+        """Refuse what was set on the live trainer and would have no effect here.
+
+        Raises:
+            ValueError: it names what was set.
+        """
+        for name in SETTINGS:
+            theirs, ours = getattr(trainer, name), getattr(self, name)
+            if theirs not in (ours, getattr(trainer.args, name)):
+                raise ValueError(
+                    f"`trainer.{name}` was set to {theirs} after construction, but vLLM samples with {ours}. Set the field "
+                    f"`{name}` of the config, and build the trainer anew."
+                )
+
+    def tell_of_unknown_support(self, share: float) -> None:
+        """Say once that `sampling_support="replay"` does little: a `share` of the tokens has unknown survivors."""
+        if share > MUCH_UNKNOWN and not self._told_of_unknown_support:
+            self._told_of_unknown_support = True
+            logger.warning(
+                f"`sampling_support='replay'` left {share:.0%} of the tokens as they are, because not all tokens that "
+                "sampling could choose from are among their candidates. Raise `divergence_top_k` "
+                f"({self.divergence_top_k}), or lower `top_p` or `top_k`."
+            )
 
     def tell_of_truncation(self, bias: float) -> None:
         """Say once what truncation does to the log-ratio of a policy that is not renormalised: `bias`, in nats."""

@@ -158,9 +158,10 @@ class AdapterSync:
         def with_adapter(method):
             @wraps(method)
             def call(*args, **kwargs):
-                if kwargs.get("lora_request") is None:
-                    kwargs["lora_request"] = self.request
-                return method(*args, **kwargs)
+                given = signature(method).bind(*args, **kwargs)
+                if given.arguments.get("lora_request") is None:
+                    given.arguments["lora_request"] = self.request
+                return method(*given.args, **given.kwargs)
 
             return call
 
