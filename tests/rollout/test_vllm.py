@@ -191,13 +191,14 @@ def test_what_is_asked_is_decided_at_each_request(on_engine, monkeypatch):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_engine_ends_where_the_trainer_does(on_engine):
+def test_the_engine_ends_where_the_trainer_does(engine, on_engine):
     """Ends that only the trainer's memory knows, and one that only the checkpoint knows."""
     tokenizer, of_checkpoint = tiny.tokenizer(), tiny.tokenizer().eos_token_id
     tokenizer.eos_token = "1"
     model = tiny.model(len(tokenizer), seed=5)
     ends = set(tokenizer.convert_tokens_to_ids(list("12345678")))
     model.generation_config.eos_token_id = sorted(ends)[1:]
+    model.name_or_path = engine.model.name_or_path  # what the engine was loaded from
     trainer = on_engine(model=model, processing_class=tokenizer)
     batches = [generate_on(trainer) for _ in range(8)]
     completions = [ids for batch in batches for _, ids, *_ in unpadded(batch)]

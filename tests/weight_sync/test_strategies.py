@@ -374,3 +374,9 @@ def test_a_placeholder_that_a_text_model_never_sees_needs_no_row(tmp_path):
     tokenizer.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
     assert tokenizer.image_token_id == V
     make_trainer(tmp_path, use_vllm=False, processing_class=tokenizer)
+
+
+def test_a_model_without_a_checkpoint_is_refused_before_an_engine_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: pytest.fail("an engine was started"), raising=False)
+    with pytest.raises(ValueError, match=r"`use_vllm=True` does not work with a model that was made in memory.*Save"):
+        make_trainer(tmp_path, use_vllm=True, model=tiny.model(V))

@@ -43,13 +43,18 @@ def engine_kwargs_for(
         trust_remote_code (`bool`, *optional*, defaults to `False`): run code that comes with the checkpoint.
 
     Raises:
-        ValueError: The vocabulary is another than the checkpoint's, inside a model of several modalities.
+        ValueError: The model has no checkpoint, or its vocabulary is another inside a model of several modalities.
     """
     kwargs: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
     if is_bnb_quantized(model) and getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
         overrides["quantization_config"] = None
     rows = model.config.get_text_config().vocab_size
+    if not model.name_or_path:
+        raise ValueError(
+            "`use_vllm=True` does not work with a model that was made in memory (`name_or_path=''`), as vLLM loads one by "
+            "its name. Save the model with `save_pretrained`, and load it from there."
+        )
     config = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=trust_remote_code)
     if rows != (of_checkpoint := config.get_text_config().vocab_size):
         if config.get_text_config() is not config:
