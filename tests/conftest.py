@@ -1,7 +1,7 @@
-"""What all tests share: the environment they run in, and the rule for tests marked `vllm`.
+"""What all tests share: the environment they run in, and the rules for tests marked `vllm` and `gpu`.
 
 Where `import vllm` fails they are skipped, with the reason in the summary. With `TRL_PDM_REQUIRE_VLLM=1`, as CI sets it,
-a skipped vLLM test is an error and a run in which no vLLM test passed fails.
+a skipped vLLM test is an error and a run in which no vLLM test passed fails. Tests of a GPU run with `-m gpu` only.
 """
 
 import functools
@@ -9,6 +9,9 @@ import gc
 import importlib.metadata
 import logging
 import os
+import socket
+import sys
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import settings
@@ -35,13 +38,34 @@ importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 REQUIRE_VLLM = os.environ.get("TRL_PDM_REQUIRE_VLLM") == "1"
 VLLM_TESTS_PASSED = pytest.StashKey[int]()
+GPU_TESTS_LEFT_OUT = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def environment_for_later_processes():
     """TRL sets these for a colocated engine. Processes that later modules start would take themselves for its peers."""
+    with own_rendezvous():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_state():
+    """A port that no other run on this machine wants, and nothing of accelerate's that a failure left half made."""
+    with own_rendezvous():
+        yield
+    if accelerate := sys.modules.get("accelerate"):  # those that do not need it need not wait for it
+        state = accelerate.PartialState._shared_state
+        if state and "num_processes" not in state:
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def own_rendezvous():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     before = {name: os.environ[name] for name in names if name in os.environ}
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     yield
     for name in names:
         os.environ.pop(name, None)
@@ -61,11 +85,15 @@ def no_vllm_test_passed(config) -> bool:
 
 
 def pytest_configure(config):
-    config.stash[VLLM_TESTS_PASSED] = 0
+    config.stash[VLLM_TESTS_PASSED] = config.stash[GPU_TESTS_LEFT_OUT] = 0
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: vLLM is imported only if a test that needs it will run
 def pytest_collection_modifyitems(config, items):
+    if "gpu" not in config.option.markexpr and (of_gpu := [item for item in items if item.get_closest_marker("gpu")]):
+        config.hook.pytest_deselected(items=of_gpu)
+        config.stash[GPU_TESTS_LEFT_OUT] = len(of_gpu)
+        items[:] = [item for item in items if item not in of_gpu]
     needing_vllm = [item for item in items if item.get_closest_marker("vllm")]
     if needing_vllm and not config.option.collectonly and (reason := why_no_vllm()):
         for item in needing_vllm:
@@ -95,6 +123,8 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if left_out := config.stash[GPU_TESTS_LEFT_OUT]:
+        terminalreporter.write_line(f"{left_out} tests of a GPU are left out; `make gpu` runs them where there is one")
     if no_vllm_test_passed(config):
         terminalreporter.write_line("FAILED: TRL_PDM_REQUIRE_VLLM=1, and no test marked vllm passed", red=True)
 

@@ -18,6 +18,7 @@ from ..weight_sync.parameters import is_bnb_quantized
 from ..weight_sync.rounding import AUTOCAST_DTYPES
 from ..weight_sync.strategies import FullSync, SyncRecord, choose_sync
 from .candidates import Candidates, TokenLogprob, from_lists, token_logprobs
+from .rendezvous import rendezvous
 
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ class TopKVLLMGeneration(VLLMGeneration):
         if is_bnb_quantized(model):
             self.model = unquantized_view(model)
         try:
-            with substituted(vllm_generation, LLM=lambda **kwargs: LLM(**kwargs | ours)), leaving_classes_alone():
+            starting = substituted(vllm_generation, LLM=lambda **kwargs: LLM(**kwargs | ours))
+            with starting, leaving_classes_alone(), rendezvous(self.accelerator.num_processes):
                 super()._init_vllm()
         finally:
             self.model = model
