@@ -32,7 +32,7 @@ test-fast: .venv/.installed  ## Run the tests that start no vLLM engine and no p
 
 gpu: .venv/.installed  ## Check in 30 minutes what only an NVIDIA GPU can show; ends in a table to paste into an issue
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && \
-	    $(BIN)/python -m pytest -m gpu tests/gpu --basetemp="$$folder/run" -p no:cacheprovider $(PYTEST_ARGS)
+	    TMPDIR="$$folder" $(BIN)/python -m pytest -m gpu tests/gpu --basetemp="$$folder/run" -p no:cacheprovider $(PYTEST_ARGS)
 
 canary:  ## Run the tests of our hooks into TRL against its newest release, in .canary (CANARY="trl peft==0.18.0")
 	@$(PYTHON) -m venv --clear .canary
