@@ -1,6 +1,8 @@
 """Time and peak memory of a training step: stock GRPO, DPPO from full logits, and PDM, on the same model and engine.
 
-    python examples/benchmarks/step.py [--model FOLDER] [--repeats 5]
+    python examples/benchmarks/step.py [--model FOLDER] [--repeats 5] [--variants pdm binary ratio]
+
+`binary` is PDM on the sampled token alone, `ratio` GRPO's own clip as a mask.
 
 DPPO is written here the way it is usually done: the loss takes the log-softmax of the whole vocabulary, and gathers the
 rollout's top K from it.
@@ -27,7 +29,7 @@ from collections import defaultdict
 from tiny_model import tiny_model
 
 
-VARIANTS = ("stock", "dppo", "pdm")
+VARIANTS = ("stock", "dppo", "pdm", "binary", "ratio")
 PHASES = ("whole step", "rollout", "scoring", "loss", "sync")
 
 
@@ -93,6 +95,8 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, float]:
             "stock": (GRPOConfig, GRPOTrainer, {}),
             "dppo": (PDMGRPOConfig, FullLogitsDPPO, dict(direction="ratio", tail_estimator="uniform")),
             "pdm": (PDMGRPOConfig, PDMGRPOTrainer, {}),
+            "binary": (PDMGRPOConfig, PDMGRPOTrainer, dict(divergence_support="binary")),
+            "ratio": (PDMGRPOConfig, PDMGRPOTrainer, dict(proximity="ratio", direction="ratio")),
         }[variant]
         if variant == "stock":
             grpo_trainer.VLLMGeneration = StockGeneration
@@ -158,6 +162,7 @@ def main() -> None:
     parser.add_argument("--completion_length", type=int, default=64)
     parser.add_argument("--steps_per_generation", type=int, default=4)
     parser.add_argument("--rollouts", type=int, default=20, help="rollouts measured in a run, after one to warm up")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS[1:], default=VARIANTS[1:3], help="beside stock")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -165,19 +170,21 @@ def main() -> None:
     if args.variant:
         print(json.dumps(measure(args.variant, args)))
         return
-    results = {variant: [] for variant in VARIANTS}
+    variants = ("stock", *args.variants)
+    results = {variant: [] for variant in variants}
     for repeat in range(args.repeats):
-        for variant in VARIANTS if repeat % 2 == 0 else VARIANTS[::-1]:
+        for variant in variants if repeat % 2 == 0 else variants[::-1]:
             command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
             output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             results[variant].append(json.loads(output.strip().splitlines()[-1]))
             print(f"repeat {repeat + 1}, {variant}: {results[variant][-1]['whole step']:.3f} s a step", flush=True)
     medians = {v: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for v, runs in results.items()}
-    print(f"\n{'':12}" + "".join(f"{variant:>10}" for variant in VARIANTS) + f"{'dppo/stock':>12}{'pdm/stock':>12}")
+    print("\n" + " " * 12 + "".join(f"{variant:>10}" for variant in variants), end="")
+    print("".join(f"{variant + '/stock':>13}" for variant in args.variants))
     for key in (*PHASES, "peak memory"):
         unit, stock = ("GB" if key == "peak memory" else "s"), medians["stock"][key]
-        ratios = (f"{medians[variant][key] / stock:12.2f}" if stock else f"{'':>12}" for variant in VARIANTS[1:])
-        print(f"{key:12}" + "".join(f"{medians[v][key]:8.3f} {unit:1}" for v in VARIANTS) + "".join(ratios))
+        ratios = (f"{medians[v][key] / stock:13.2f}" if stock else " " * 13 for v in args.variants)
+        print(f"{key:12}" + "".join(f"{medians[v][key]:7.3f} {unit:2}" for v in variants) + "".join(ratios))
 
 
 if __name__ == "__main__":
