@@ -24,11 +24,11 @@ install: .venv/.installed  ## Make .venv with all that this machine can run (PYT
 train: .venv/.installed  ## Train the example (ARGS="--max_steps 20")
 	$(BIN)/python examples/train_pdm.py $(ARGS)
 
-test: .venv/.installed  ## Run the whole suite, fast and slow (PYTEST_ARGS="-x -k vllm")
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: .venv/.installed  ## Run the whole suite, fast and slow, in two processes (PYTEST_ARGS="-n 8 -k vllm")
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-fast: .venv/.installed  ## Run the tests that start no vLLM engine and no processes
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 gpu: .venv/.installed  ## Check in 30 minutes what only an NVIDIA GPU can show; ends in a table to paste into an issue
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && \

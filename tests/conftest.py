@@ -81,11 +81,13 @@ def why_no_vllm() -> str | None:
 
 
 def no_vllm_test_passed(config) -> bool:
-    return REQUIRE_VLLM and not config.option.collectonly and config.stash[VLLM_TESTS_PASSED] == 0
+    whole_run = not hasattr(config, "workerinput")  # a worker of xdist sees a part
+    return whole_run and REQUIRE_VLLM and not config.option.collectonly and config.stash[VLLM_TESTS_PASSED] == 0
 
 
 def pytest_configure(config):
     config.stash[VLLM_TESTS_PASSED] = config.stash[GPU_TESTS_LEFT_OUT] = 0
+    config.pluginmanager.register(Counts(config))
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: vLLM is imported only if a test that needs it will run
@@ -108,16 +110,30 @@ def pytest_collection_finish(session):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if item.get_closest_marker("vllm"):
-        if report.when == "call" and report.passed:
-            item.config.stash[VLLM_TESTS_PASSED] += 1
-        elif REQUIRE_VLLM and report.skipped and not hasattr(report, "wasxfail"):
-            report.outcome = "failed"
-            report.longrepr = f"a vLLM test may not be skipped under TRL_PDM_REQUIRE_VLLM=1: {call.excinfo.value}"
+    if item.get_closest_marker("vllm") and REQUIRE_VLLM and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"a vLLM test may not be skipped under TRL_PDM_REQUIRE_VLLM=1: {call.excinfo.value}"
     return report
 
 
+class Counts:
+    """Of the whole run, whose reports reach it from all workers of xdist."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed and "vllm" in report.keywords:
+            self.config.stash[VLLM_TESTS_PASSED] += 1
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node, error):
+        self.config.stash[GPU_TESTS_LEFT_OUT] = getattr(node, "workeroutput", {}).get("gpu_tests_left_out", 0)
+
+
 def pytest_sessionfinish(session, exitstatus):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["gpu_tests_left_out"] = session.config.stash[GPU_TESTS_LEFT_OUT]
     if no_vllm_test_passed(session.config) and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
