@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -309,12 +309,12 @@ class PDMGRPOTrainer(GRPOTrainer):
         phase.scored = True
         evidence, logps, entropy, *others = self._gather_evidence(phase, *arguments, **kwargs)
 
-        def without_noise() -> Evidence:
-            with torch.no_grad(), noise.silenced(model):
+        def again(weights=nullcontext) -> Evidence:
+            with torch.no_grad(), noise.silenced(model), weights():
                 return self._gather_evidence(phase, *arguments, **kwargs)[0]
 
         mask = self._trained_on(phase.given)
-        self._check_sync(evidence, mask, without_noise)
+        self._check_sync(evidence, mask, again)
         return self._apply_trust_region(phase, evidence, logps, entropy, mask), entropy, *others
 
     def _gather_evidence(self, loss, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs):
@@ -375,21 +375,27 @@ class PDMGRPOTrainer(GRPOTrainer):
         self._token_records.keep(self._mode, loss.batch, assessment, evidence, advantages, mask)
         return logps
 
-    def _check_sync(self, evidence: Evidence, mask: Tensor, without_noise: Callable[[], Evidence]) -> None:
+    def _check_sync(self, evidence: Evidence, mask: Tensor, again: Callable[..., Evidence]) -> None:
         """Until the first update after a rollout vLLM and the trainer hold the same weights: do they agree on tokens?"""
         comparable = self.use_vllm and self.model.training and self.rollout_func is None
         if not (comparable and self.vllm_generation.samples_from_the_policy):
             return
         if not self._sync_check.is_due(step := self.state.global_step, self._sampled_at):
             return
+        engine = self.vllm_generation
         if self._noise:
-            evidence = without_noise()
-        if self.vllm_generation.truncates:
+            evidence = again()
+        if engine.truncates:
             evidence, complete, _ = replay_support(evidence)
             mask = mask & complete
-        apart = self._sync_check.run(
-            step, evidence.behavior_logps, evidence.policy_logps, mask, self.vllm_generation.suspects
-        )
+
+        def with_rounded_weights() -> Tensor:
+            rounded = again(engine.rounding.rounded_trainer)
+            return (replay_support(rounded)[0] if engine.truncates else rounded).policy_logps
+
+        logps = evidence.behavior_logps, evidence.policy_logps
+        apart = self._sync_check.run(step, *logps, mask, engine.suspects)
+        self._sync_check.tell_why(apart, logps[1], mask, engine.rounding, with_rounded_weights)
         for name, value in apart.items():
             self._metrics["train"][f"weight_sync/{name}"].append(value)
 

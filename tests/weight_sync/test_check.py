@@ -1,6 +1,7 @@
 """On a real engine: a sync that went wrong stops the run and names its tensors; truncated sampling can be replayed."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from tests.helpers.references import T
 from tests.helpers.trainers import TWO_STEPS, Recorder, make_trainer
 from tests.weight_sync.helpers import pack_tied_heads
 from trl_pdm import noise, trust_region
+from trl_pdm.weight_sync import check as sync_check
 from trl_pdm.weight_sync import engine
 from trl_pdm.weight_sync.check import SyncCheck, WeightSyncError
+from trl_pdm.weight_sync.rounding import WeightRounding
 
 
 def test_check_is_due_right_after_a_sync_and_then_every_so_many_steps():
@@ -78,6 +81,33 @@ def test_replayed_support_equals_a_softmax_over_the_survivors():
     torch.testing.assert_close(actual, wanted)
 
 
+def explained(apart, moved, mode="nearest", can=True, monkeypatch=None):
+    """What is said of a policy that is `apart` from the engine, and that rounding its weights moves by `moved`."""
+    said = []
+    monkeypatch.setattr(sync_check.logger, "warning", said.append)
+    rounding = WeightRounding(mode, tiny.model(30), merged=False, sharded=not can)
+    check = SyncCheck(1, 0.5, gather=lambda x: x)
+    trained, mask = torch.zeros(1, 2, 1), torch.tensor([[True, False]])
+    for _ in range(2):
+        check.tell_why(
+            {"logp_difference_mean": apart}, trained, mask, rounding, lambda: torch.tensor([[[-moved], [9.0]]])
+        )
+    return said
+
+
+def test_a_notable_difference_is_explained_once(monkeypatch):
+    assert explained(0.049, 0.04, monkeypatch=monkeypatch) == []
+    (rounding,) = explained(0.25, 0.24, monkeypatch=monkeypatch)
+    assert "by 0.250 nats on average" in rounding and "moves them by 0.240 nats" in rounding
+    assert "`vllm_dtype='float32'`" in rounding and "`vllm_weight_rounding='stochastic'`" in rounding
+    (stochastic,) = explained(0.25, 0.24, mode="stochastic", monkeypatch=monkeypatch)
+    assert "`vllm_dtype='float32'`" in stochastic and "vllm_weight_rounding" not in stochastic
+    (kernels,) = explained(0.25, 0.01, monkeypatch=monkeypatch)
+    assert "moves them by 0.010 nats" in kernels and "The rest is how the engine computes" in kernels
+    (unknown,) = explained(0.25, 0.24, can=False, monkeypatch=monkeypatch)
+    assert "cannot be computed for this model" in unknown and "0.240" not in unknown
+
+
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     return make_trainer(
@@ -131,6 +161,21 @@ class TestOnARealEngine:
         means = [log["weight_sync/logp_difference_mean"] for log in logs if "weight_sync/logp_difference_mean" in log]
         assert len(means) == 3 and max(means) < 0.02  # three rollouts, the last after four updates
         assert max(log.get("trust_region/divergence_max", 0) for log in logs) > 0.01, "the policy must move"
+
+    def test_rounding_is_told_from_the_rest(self, trainer, restart, monkeypatch):
+        """A float32 engine that gets weights on a coarse grid: nothing else can be the cause."""
+        said = []
+        monkeypatch.setattr(sync_check, "NOTABLE", 1e-5)
+        monkeypatch.setattr(sync_check.logger, "warning", said.append)
+        monkeypatch.setattr(trainer._sync_check, "_told_why", False)
+        monkeypatch.setattr(trainer.vllm_generation.rounding, "rounded", lambda name, weight: (64 * weight).round() / 64)
+        weights = copy.deepcopy(trainer.model.state_dict())
+        restart()
+        apart, by_rounding = (float(nats) for nats in re.findall(r"by ([0-9.]+) nats", said[0]))
+        assert apart == pytest.approx(by_rounding, abs=0.0011), "as printed, to a thousandth"
+        assert apart > 0.01 and len(said) == 1 and "`vllm_dtype='float32'`" in said[0]
+        moved = [not torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items()]
+        assert all(moved), "the trainer goes on with its own weights"
 
     def test_dropout_is_left_out_of_the_comparison(self, trainer, restart, monkeypatch):
         for layer in trainer.model.model.layers:

@@ -3,6 +3,7 @@
 The grids are tables of all 65,536 values of a 16-bit type, so that neighbours are looked up and not computed.
 """
 
+import copy
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 
 from tests.helpers import tiny
 from tests.weight_sync.helpers import V, lora
@@ -304,3 +305,31 @@ def test_buffers_are_left_to_the_engine():
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias.add_(1e-5)
     pushed = dict(sync.tensors())["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert pushed.dtype == torch.float32 and torch.equal(pushed, bias) and pushed.data_ptr() != bias.data_ptr()
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("adapted", [True, False])
+def test_the_trainer_computes_with_the_engines_weights_for_a_while(adapted, merged):
+    model = tiny.model(30)
+    if adapted:
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    ids = torch.arange(12)[None]
+    # By hand: PEFT's own merge, then every weight through bfloat16; or the adapter's matrices through it as well
+    expected = copy.deepcopy(model)
+    expected = expected.merge_and_unload() if adapted and merged else expected
+    for param in expected.parameters():
+        param.data = param.data.bfloat16().float()
+    rounding = WeightRounding("nearest", model, merged=merged)
+    rounding.dtype = torch.bfloat16
+    with torch.no_grad():
+        exact = model(ids).logits
+        with rounding.rounded_trainer():
+            torch.testing.assert_close(model(ids).logits, expected(ids).logits)
+        assert torch.equal(model(ids).logits, exact)
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    assert (expected(ids).logits - exact).abs().mean() > 1e-5
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == {
+        name for name in before if not adapted or "lora_" in name
+    }

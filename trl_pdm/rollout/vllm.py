@@ -15,7 +15,7 @@ from .._hooks import TRLCompatibilityError, substituted
 from ..weight_sync.check import differing_tensors
 from ..weight_sync.engine import engine_kwargs_for, exceptional_dtypes, leaving_classes_alone, unquantized_view
 from ..weight_sync.parameters import is_bnb_quantized
-from ..weight_sync.rounding import AUTOCAST_DTYPES
+from ..weight_sync.rounding import AUTOCAST_DTYPES, WeightRounding
 from ..weight_sync.strategies import FullSync, SyncRecord, choose_sync
 from .candidates import Candidates, TokenLogprob, from_lists, token_logprobs
 from .rendezvous import rendezvous
@@ -291,6 +291,11 @@ class TopKVLLMGeneration(VLLMGeneration):
         if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return []
         return differing_tensors(self.llm, self._sync.tensors())  # the base, where the adapter is served beside it
+
+    @property
+    def rounding(self) -> WeightRounding:
+        """How weights reach the engine."""
+        return self._sync.rounding
 
     def sync_weights(self) -> None:
         """As `VLLMGeneration.sync_weights`; `last_sync` tells what it took.

@@ -4,13 +4,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from .parameters import Params
+from .rounding import WeightRounding
 
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+
+logger = get_logger(__name__)
+
+NOTABLE = 0.05  # nats: more than what an engine's own bfloat16 arithmetic makes of the right weights
 
 
 class WeightSyncError(RuntimeError):
@@ -29,6 +36,7 @@ class SyncCheck:
     def __init__(self, every: int, threshold: float, gather: Callable[[Tensor], Tensor]):
         self.every, self.threshold, self._gather = every, threshold, gather
         self._last: int | None = None
+        self._told_why = False
 
     def is_due(self, step: int, sampled_at: int | None) -> bool:
         """Whether to check at `step`: when the weights have not changed since the rollout, and it is time."""
@@ -66,6 +74,48 @@ class SyncCheck:
         mean, largest = total / count, gathered[:, 2].max().item()
         self.verify(mean, largest, suspects)
         return {"logp_difference_mean": mean, "logp_difference_max": largest}
+
+    def tell_why(
+        self,
+        apart: dict[str, float],
+        trained: Tensor,
+        mask: Tensor,
+        rounding: WeightRounding,
+        with_rounded_weights: Callable[[], Tensor],
+    ) -> None:
+        """Say once, of a difference above 0.05 nats, how much of it is the rounding of the engine's weights.
+
+        Args:
+            apart (`dict[str, float]`): what [`run`] returned.
+            trained, mask: as for [`run`].
+            rounding ([`WeightRounding`]): how the weights reached the engine.
+            with_rounded_weights (`Callable`): computes `trained` in a block of [`WeightRounding.rounded_trainer`], asked
+                where that can be.
+        """
+        mean = apart.get("logp_difference_mean", 0)
+        if self._told_why or mean <= NOTABLE:
+            return
+        self._told_why = True
+        said = (
+            f"Right after a weight sync, the logprobs that vLLM sampled differ from the training policy's by {mean:.3f} "
+            "nats on average, which the trust region takes for divergence before any update. "
+        )
+        if not rounding.can_round_the_trainer:
+            logger.warning(
+                f"{said}How much of it is the rounding of weights cannot be computed for this model. {rounding.advice}"
+            )
+            return
+        rounded = with_rounded_weights()
+        moved = torch.where(mask, (rounded[..., 0] - trained[..., 0].detach()).abs(), 0)
+        total, count = self._gather(torch.stack([moved.sum(), mask.sum()])[None]).sum(0).tolist()
+        by_rounding = total / max(count, 1)
+        said += f"Rounding the weights as the engine holds them moves them by {by_rounding:.3f} nats. "
+        if by_rounding > mean / 2:
+            logger.warning(f"{said}Part of what was learned does not reach the engine. {rounding.advice}")
+        else:
+            logger.warning(
+                f"{said}The rest is how the engine computes: in which precision, by which kernels, on which quantization."
+            )
 
     def verify(self, mean: float, largest: float, suspects: Callable[[], list[str]]) -> None:
         """Stop a run whose difference only wrong weights explain.

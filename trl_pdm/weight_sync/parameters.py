@@ -3,7 +3,8 @@
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,44 @@ def _parts_with_parameters(model: "PreTrainedModel | PeftModel") -> Iterator[tup
         shared.update(own.values())
         if own:
             yield path, module, layer, list(own)
+
+
+def trains_modules_beside(model: nn.Module) -> bool:
+    """Whether PEFT keeps trained copies of whole modules or of rows of them."""
+    return any(isinstance(module, (ModulesToSaveWrapper, TrainableTokensWrapper)) for module in model.modules())
+
+
+@contextmanager
+def computing_with(
+    model: "PreTrainedModel | PeftModel", change: Callable[[str, Tensor], Tensor], merged: bool
+) -> Iterator[None]:
+    """A block in which `model` computes with `change(name, weight)` of each weight, and not with the weight.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model, not sharded and not quantized,
+            without [`trains_modules_beside`].
+        change (`Callable`): takes a name in memory and a tensor, returns one of its shape.
+        merged (`bool`): with the active adapters merged into the weights before, or else with each of the adapters'
+            matrices as a weight.
+    """
+    held = []
+    if not merged:
+        held = [(name, param, param.detach()) for name, param in model.named_parameters()]
+    else:
+        for path, module, layer, names in _parts_with_parameters(model):
+            source = merged_copy(layer) if layer is not None else module
+            held += [
+                (_join(path, name), module.get_parameter(name), source.get_parameter(name).detach()) for name in names
+            ]
+    before = [(param, param.data) for _, param, _ in held]
+    try:
+        for name, param, weight in held:
+            param.data = change(name, weight).to(param.dtype)
+        with model.disable_adapter() if merged and is_peft_model(model) else nullcontext():
+            yield
+    finally:
+        for param, weight in before:
+            param.data = weight
 
 
 def persistent_buffers(model: "PreTrainedModel | PeftModel") -> Iterator[tuple[str, Tensor]]:

@@ -5,13 +5,15 @@ the old weight back. Stochastic rounding picks one of the two neighbours, the ne
 expectation is the weight itself: of many weights that each move a little, the right share moves by a whole spacing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .parameters import Params, adapted_names, frozen_names
+from .parameters import Params, adapted_names, computing_with, frozen_names, is_bnb_quantized, trains_modules_beside
 
 
 # Of accelerate's `mixed_precision`: what the trainer's matrix products round weights to, to nearest
@@ -39,6 +41,7 @@ class WeightRounding:
         model: the model that is trained.
         merged (`bool`): its adapters are merged into the weights that are rounded.
         autocast (`torch.dtype`, *optional*): that of the trainer's matrix products; without it they use the weights' own.
+        sharded (`bool`, *optional*, defaults to `False`): no process holds the whole model.
         seed (`int`, *optional*, defaults to `0`): of the dither, the same on all processes.
 
     Attributes:
@@ -46,8 +49,18 @@ class WeightRounding:
         exceptions (`dict[str, torch.dtype]`): of weights that the engine holds in another dtype, by their names.
     """
 
-    def __init__(self, mode: str, model: Any, *, merged: bool, autocast: torch.dtype | None = None, seed: int = 0):
+    def __init__(
+        self,
+        mode: str,
+        model: Any,
+        *,
+        merged: bool,
+        autocast: torch.dtype | None = None,
+        sharded: bool = False,
+        seed: int = 0,
+    ):
         self.mode, self.autocast, self.seed = mode, autocast, seed
+        self._model, self._merges, self._sharded = model, merged, sharded
         self._merged = adapted_names(model) if merged else set()
         self._frozen = frozen_names(model) - self._merged
         self.dtype: torch.dtype | None = None
@@ -66,6 +79,25 @@ class WeightRounding:
         if self.rounds_to_nearest(name) or is_held_by(used.dtype, dtype):
             return used.to(dtype, copy=used is weight)
         return round_stochastically(used, dtype, name, self.seed)
+
+    @property
+    def advice(self) -> str:
+        """What to set where rounding takes away what was learned."""
+        finer = "`vllm_dtype='float32'` (`--dtype float32` of a server)"
+        return f"Set {finer}" + (" or `vllm_weight_rounding='stochastic'`." if self.mode == "nearest" else ".")
+
+    @property
+    def can_round_the_trainer(self) -> bool:
+        """Whether [`rounded_trainer`] can: not where weights are sharded or quantized, or where whole modules train beside
+        an adapter."""
+        return not (self._sharded or is_bnb_quantized(self._model) or trains_modules_beside(self._model))
+
+    @contextmanager
+    def rounded_trainer(self) -> Iterator[None]:
+        """A block in which the trainer's own forward computes with the weights as the engine holds them. It holds a copy
+        of the weights meanwhile."""
+        with computing_with(self._model, self.rounded, self._merges):
+            yield
 
     def _is_autocast(self, name: str) -> bool:
         return self.mode == "auto" and self.autocast is not None and name not in self._merged

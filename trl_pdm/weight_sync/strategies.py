@@ -223,7 +223,7 @@ def choose_sync(
         raise ValueError(
             f"`vllm_weight_sync='adapter'` is not possible, because {reason}. Set `vllm_weight_sync` to 'full' or 'auto'."
         )
-    round_weights = partial(WeightRounding, rounding, model, autocast=autocast, seed=seed)
+    round_weights = partial(WeightRounding, rounding, model, autocast=autocast, sharded=sharded, seed=seed)
     if requested != "full" and not reason:
         return AdapterSync(model, base_every_time, round_weights(merged=False))
     if requested == "auto" and is_peft_model(model):
