@@ -25,10 +25,10 @@ from tests.helpers import tiny
 from tests.helpers.references import K, T, assert_same, full_logps, make_batch
 from tests.helpers.trainers import TWO_STEPS, make_trainer, run, trainer_gradients
 from trl_pdm import PDMGRPOTrainer
-from trl_pdm import trainer as trainer_module
 from trl_pdm._hooks import SUPPORTED_TRL, TRLCompatibilityError, substituted
 from trl_pdm.config import LOSSES_WITHOUT_SHAPING
 from trl_pdm.rollout import TopKVLLMGeneration
+from trl_pdm.rollout import trainer as rollout_trainer
 from trl_pdm.topk_head import topk_head
 
 
@@ -172,7 +172,7 @@ def test_behaviour_logprobs_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, model, inputs: loss(self, model, _watch(inputs)))
 
     def _watch(inputs):
-        trainer._phase.given = watched = Watched(inputs)
+        trainer._loss.given = watched = Watched(inputs)
         return watched
 
     trainer.current_gradient_accumulation_steps = 1
@@ -284,7 +284,7 @@ def test_construction_of_the_config(tmp_path, monkeypatch):
         made.append(args)
         raise Stop
 
-    monkeypatch.setattr(trainer_module, "PDMGRPOConfig", mock.Mock(side_effect=config, from_grpo=lambda args: args))
+    monkeypatch.setattr(rollout_trainer, "PDMGRPOConfig", mock.Mock(side_effect=config, from_grpo=lambda args: args))
     with pytest.raises(Stop):
         PDMGRPOTrainer(tiny.save(tmp_path / "model"), reward_funcs=tiny.count_ones, train_dataset=tiny.prompts())
     assert made

@@ -266,7 +266,7 @@ def test_completions_table_says_what_was_masked(tmp_path, monkeypatch, evaluatio
 
     def spy(*args, **kwargs):
         assessment = assess(*args, **kwargs)
-        batch = trainer._phase.batch
+        batch = trainer._loss.batch
         texts = tiny.tokenizer().batch_decode(batch["completion_ids"], skip_special_tokens=True)
         for text, keep, mask in zip(texts, assessment.keep.tolist(), batch["completion_mask"].tolist(), strict=True):
             masked[text] = sum(m and not k for k, m in zip(keep, mask, strict=True)) / sum(mask)

@@ -25,6 +25,18 @@ class TRLCompatibilityError(RuntimeError):
         )
 
 
+def read_too_early(trainer: type) -> Exception:
+    """The error of a trainer's class whose `_compute_loss` reads the advantages before the forward pass."""
+    first = next(cls for cls in trainer.__mro__ if "_compute_loss" in vars(cls))
+    if first is trl.GRPOTrainer:
+        return TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.")
+    return RuntimeError(
+        f"`{first.__name__}._compute_loss` reads `inputs['advantages']` before the forward pass, which decides which "
+        "tokens may update. Read them after `self._get_per_token_logps_and_entropies(...)`, masked and of shape (B, T), or "
+        "override `compute_loss`, whose `inputs['advantages']` are those of the rollout."
+    )
+
+
 _substituting = RLock()
 
 

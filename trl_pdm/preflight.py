@@ -6,16 +6,17 @@ from datasets import Dataset
 
 
 if TYPE_CHECKING:
-    from .trainer import PDMGRPOTrainer
+    from .rollout.trainer import TopKRolloutTrainer
 
 
-def check(trainer: "PDMGRPOTrainer") -> None:
+def check(trainer: "TopKRolloutTrainer") -> None:
     """Refuse what cannot be trained.
 
     Raises:
         ValueError: one sentence says what is wrong, and what to do.
     """
-    trainer.args.check_vocabulary(trainer._vocab_size, trainer._embeddings_needed)
+    vocab_size = trainer.model.config.get_text_config().vocab_size
+    trainer.args.check_vocabulary(vocab_size, _embeddings_needed(trainer.processing_class))
     _check_trainable(trainer.model)
     if trainer.rollout_func is None:  # otherwise it is the function that makes tokens of the prompts
         _check_prompts("train_dataset", trainer.train_dataset, trainer.processing_class)
@@ -25,6 +26,13 @@ def check(trainer: "PDMGRPOTrainer") -> None:
             _check_prompts(
                 "eval_dataset" if name is None else f"eval_dataset[{name!r}]", dataset, trainer.processing_class
             )
+
+
+def _embeddings_needed(processing_class: Any) -> int:
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    # Some tokenizers of text models know a placeholder for images that their text models have no row for
+    placeholders = {getattr(tokenizer, f"{kind}_token_id", None) for kind in ("image", "audio", "video")}
+    return 1 + max(set(tokenizer.get_vocab().values()) - placeholders, default=-1)
 
 
 def _check_trainable(model: Any) -> None:

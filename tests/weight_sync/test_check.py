@@ -168,7 +168,9 @@ class TestOnARealEngine:
         monkeypatch.setattr(sync_check, "NOTABLE", 1e-5)
         monkeypatch.setattr(sync_check.logger, "warning", said.append)
         monkeypatch.setattr(trainer._sync_check, "_told_why", False)
-        monkeypatch.setattr(trainer.vllm_generation.rounding, "rounded", lambda name, weight: (64 * weight).round() / 64)
+        monkeypatch.setattr(
+            trainer.vllm_generation.rounding, "rounded", lambda name, weight: (64 * weight).round() / 64
+        )
         weights = copy.deepcopy(trainer.model.state_dict())
         restart()
         apart, by_rounding = (float(nats) for nats in re.findall(r"by ([0-9.]+) nats", said[0]))

@@ -24,6 +24,8 @@ from .rendezvous import rendezvous
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+    from ..config import PDMGRPOConfig
+
 logger = get_logger(__name__)  # of the main process
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
@@ -118,6 +120,19 @@ class TopKVLLMGeneration(VLLMGeneration):
         self._built_for = self.temperature
         if self.mode == "server" and self.accelerator.is_main_process:
             self._check_server()
+
+    @classmethod
+    def of(cls, args: "PDMGRPOConfig", **kwargs: Any) -> "TopKVLLMGeneration":
+        """The backend as a trainer's arguments want it."""
+        return cls(
+            divergence_top_k=args.candidates,
+            weight_sync=args.vllm_weight_sync,
+            quantization=args.vllm_quantization,
+            dtype=args.vllm_dtype,
+            weight_rounding=args.vllm_weight_rounding,
+            seed=args.seed,
+            **kwargs,
+        )
 
     def _init_vllm(self) -> None:
         if not hasattr(vllm_generation, "LLM"):  # without vLLM, TRL says how to install it
@@ -264,25 +279,29 @@ class TopKVLLMGeneration(VLLMGeneration):
                     f"`{name}` of the config, and build the trainer anew."
                 )
 
-    def tell_of_unknown_support(self, share: float) -> None:
-        """Say once that `sampling_support="replay"` does little: a `share` of the tokens has unknown survivors."""
-        if share > MUCH_UNKNOWN and not self._told_of_unknown_support:
-            self._told_of_unknown_support = True
-            logger.warning(
-                f"`sampling_support='replay'` left {share:.0%} of the tokens as they are, because not all tokens that "
-                "sampling could choose from are among their candidates. Raise `divergence_top_k` "
-                f"({self.divergence_top_k}), or lower `top_p` or `top_k`."
-            )
+    def tell_of_sampling(self, metrics: Mapping[str, float], sampling_support: str) -> None:
+        """Say once what truncation does to the log-ratio, or that replaying its support does little.
 
-    def tell_of_truncation(self, bias: float) -> None:
-        """Say once what truncation does to the log-ratio of a policy that is not renormalised: `bias`, in nats."""
-        if not self._told_of_truncation:
+        Args:
+            metrics: what is logged. `trust_region/log_surviving_mass`, in nats, and `trust_region/support_unknown`, a share
+                of the tokens, are there where sampling is truncated.
+            sampling_support (`str`): the config's.
+        """
+        bias, unknown = (metrics.get(f"trust_region/{name}") for name in ("log_surviving_mass", "support_unknown"))
+        if sampling_support == "full" and bias is not None and not self._told_of_truncation:
             self._told_of_truncation = True
             logger.warning(
                 "vLLM's sampling is truncated (`top_p`, `top_k`, `min_p`, structured outputs and the like), which "
                 "renormalises its logprobs over the tokens that survive; the training policy's are not. Here that adds "
                 f"{bias:+.3f} nats to a token's log-ratio on average, and its like to the divergence. "
                 "`sampling_support='replay'` removes it."
+            )
+        if sampling_support == "replay" and (unknown or 0) > MUCH_UNKNOWN and not self._told_of_unknown_support:
+            self._told_of_unknown_support = True
+            logger.warning(
+                f"`sampling_support='replay'` left {unknown:.0%} of the tokens as they are, because not all tokens that "
+                "sampling could choose from are among their candidates. Raise `divergence_top_k` "
+                f"({self.divergence_top_k}), or lower `top_p` or `top_k`."
             )
 
     def suspects(self) -> list[str]:

@@ -1,18 +1,21 @@
 """Does the engine hold the trainer's weights? The logprobs that it samples tell, and its layers tell which do not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
+from ..trust_region import Evidence, replay_support
 from .parameters import Params
 from .rounding import WeightRounding
 
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from ..rollout.vllm import TopKVLLMGeneration
 
 
 logger = get_logger(__name__)
@@ -37,6 +40,49 @@ class SyncCheck:
         self.every, self.threshold, self._gather = every, threshold, gather
         self._last: int | None = None
         self._told_why = False
+
+    def __call__(
+        self,
+        engine: "TopKVLLMGeneration",
+        step: int,
+        sampled_at: int | None,
+        evidence: Evidence,
+        mask: Tensor,
+        again: Callable[..., Evidence],
+        noise: Collection[str],
+    ) -> dict[str, float]:
+        """Check a micro-batch, if it is time to: do vLLM and the trainer agree on its tokens?
+
+        Args:
+            engine ([`TopKVLLMGeneration`]): what sampled.
+            step, sampled_at (`int`): the optimizer steps taken so far, and those when the tokens were sampled.
+            evidence ([`Evidence`]): the two policies there.
+            mask (`Tensor`, bool, `"B T"`): the tokens to compare.
+            again (`Callable`): makes the evidence anew without noise, within the context manager that it is given.
+            noise: what makes the training forward random.
+
+        Returns, raises: as [`run`].
+        """
+        if not engine.samples_from_the_policy or not self.is_due(step, sampled_at):
+            return {}
+
+        def over_support(evidence: Evidence) -> tuple[Evidence, Tensor]:
+            if not engine.truncates:
+                return evidence, mask
+            replayed, complete, _ = replay_support(evidence)
+            return replayed, mask & complete
+
+        evidence, known = over_support(again() if noise else evidence)
+        trained = evidence.policy_logps
+        apart = self.run(step, evidence.behavior_logps, trained, known, engine.suspects)
+        self.tell_why(
+            apart,
+            trained,
+            known,
+            engine.rounding,
+            lambda: over_support(again(engine.rounding.rounded_trainer))[0].policy_logps,
+        )
+        return apart
 
     def is_due(self, step: int, sampled_at: int | None) -> bool:
         """Whether to check at `step`: when the weights have not changed since the rollout, and it is time."""
