@@ -1,17 +1,28 @@
-"""What the documents promise: numbers that a command prints, the metrics that are declared, links that lead somewhere."""
+"""What the documents promise: numbers that a command prints, metrics and options that are declared, commands and code
+that run, links that lead somewhere."""
 
+import ast
 import re
+import shlex
 import sys
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
+from peft import LoraConfig
+from trl import ModelConfig
 
 from tests.helpers import metrics_table
+from trl_pdm import PDMGRPOConfig
+from trl_pdm.rollout import with_candidates
 
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+PAGES = sorted(ROOT.glob("docs/*.md"))
+DOCUMENTS = [*ROOT.glob("*.md"), *PAGES, *ROOT.glob("examples/*.md")]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import worked_example  # noqa: E402
@@ -100,3 +111,178 @@ def test_relative_link_leads_somewhere(document, link):
     target = document.parent / name if name else document
     assert target.exists()
     assert not anchor or anchor in anchors(target)
+
+
+# ---- Pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_starts_with_the_question_that_it_answers(page):
+    heading, question, *_ = page.read_text().split("\n\n")
+    assert heading.startswith("# ") and re.fullmatch(r"\*\*[^*]+\?\*\*", question)
+
+
+def test_readme_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES if f"docs/{page.name}" not in text] == []
+
+
+# ---- Code
+
+
+def blocks(language, documents=DOCUMENTS):
+    for document in documents:
+        for number, code in enumerate(re.findall(rf"(?ms)^```{language}\n(.*?)^```$", document.read_text())):
+            yield pytest.param(code, id=f"{document.stem}-{number}")
+
+
+def constructed(code):
+    """What every `PDMGRPOConfig(...)` in a piece of code is given."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "PDMGRPOConfig":
+            yield {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+
+
+@pytest.mark.parametrize("code", list(blocks("python")))
+def test_python_compiles_and_its_configs_construct(code, tmp_path):
+    compile(code, "document", "exec")
+    for given in constructed(code):
+        config = PDMGRPOConfig(**given | {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False})
+        assert not config.without_effect()
+
+
+def test_rollout_function_of_the_page_returns_what_is_wanted():
+    page = (ROOT / "docs" / "rollouts-and-tools.md").read_text()
+    code = page.partition("<!-- runs in tests/test_docs.py -->\n```python\n")[2].partition("```\n")[0]
+    namespace = {}
+    exec(code, namespace)
+    logprobs = with_candidates(namespace["rollout_func"])(["a prompt", "another"], None)["logprobs"]
+    assert [[float(logprob) for logprob in sequence] for sequence in logprobs] == [
+        [pytest.approx(-0.6931472, abs=1e-6)] * 2
+    ] * 2
+    carried = logprobs[1][1]
+    assert set(carried.candidates.ids[carried.position].tolist()) >= {11, 12, 13}
+
+
+# ---- Commands
+
+
+def commands():
+    for block in blocks("bash"):
+        (code,) = block.values
+        for number, line in enumerate(filter(str.strip, code.replace("\\\n", " ").splitlines())):
+            yield pytest.param(shlex.split(line, comments=True), id=f"{block.id}-{number}")
+
+
+def flags(words):
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def flags_of_script(path):
+    """Those that a script declares, and those of the dataclasses that its `TrlParser` reads."""
+    source = (ROOT / path).read_text()
+    found = {
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--")
+    }
+    if "TrlParser" in source:
+        own = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.AnnAssign)]
+        names = {getattr(node.target, "id", None) for node in own} | {"config"}
+        names |= {f.name for cls in (PDMGRPOConfig, ModelConfig) for f in fields(cls)}
+        names |= {"dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"}
+        found |= {f"--{name}" for name in names}
+    return found
+
+
+LAUNCHER = {option for action in launch_command_parser()._actions for option in action.option_strings}
+REPORT = flags_of_script("trl_pdm/report/__main__.py")
+
+
+def check(words):
+    """Refuse a command with a flag, file, target, module or extra that is not there."""
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    program, *rest = words
+    if program == "accelerate":
+        script = next(i for i, word in enumerate(rest) if word.endswith(".py"))
+        assert rest[0] == "launch" and flags(rest[:script]) <= LAUNCHER
+        check(["python", *rest[script:]])
+    elif program == "python" and rest[0] == "-m":
+        assert rest[1] in ("trl_pdm.report", "pytest", "tests.helpers.metrics_table"), rest
+        assert rest[1] != "trl_pdm.report" or flags(word.strip("[]") for word in rest) <= REPORT
+    elif program == "python":
+        assert flags(rest[1:]) <= flags_of_script(rest[0]), flags(rest[1:]) - flags_of_script(rest[0])
+    elif program == "make":
+        targets = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text())
+        assert {word for word in rest if "=" not in word} <= set(targets)
+    elif program == "pip":
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        asked = re.search(r"\[(.*)\]", " ".join(rest))
+        assert rest[0] == "install" and set(asked[1].split(",")) <= set(known)
+    elif program == "pytest":
+        assert all((ROOT / word.partition("::")[0]).exists() for word in rest if word.startswith("tests/"))
+    else:
+        assert program in ("source", "git", "vllm", "cp"), program
+    for word in rest:
+        if re.fullmatch(r"(examples|configs|tests)/[\w/.]+\.\w+", word) and not re.search(r"NAME|RECIPE", word):
+            assert (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_command_has_what_it_names(words):
+    if words:
+        check(words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make trian",
+        "python examples/train_pdm.py --divergence_treshold 1",
+        "python examples/no_such_file.py",
+        "python examples/benchmarks/step.py --repeat 3",
+        "accelerate launch --config_fil x examples/train_pdm.py",
+        "python -m trl_pdm.report outputs --stepp 3",
+        'pip install -e ".[vlm]"',
+        "pytest tests/no_such_test.py",
+    ],
+)
+def test_command_that_cannot_run_is_found(command):
+    with pytest.raises((AssertionError, FileNotFoundError)):
+        check(shlex.split(command))
+
+
+# ---- Options
+
+ELSEWHERE = {
+    # Of other libraries, on the page that compares them
+    "divergence_type", "policy_loss.loss_mode", "loss_fn", "dppo_divergence_type", "topk_kl", "binary_kl",
+    # Of vLLM, PEFT, tokenizers and the environment
+    "CUDA_VISIBLE_DEVICES", "PYTHON", "VLLM", "ARGS", "PYTEST_ARGS", "CANARY", "TRL_PDM_REHEARSE_GPU",
+}  # fmt: skip
+
+
+def options():
+    for document in DOCUMENTS:
+        text = re.sub(r"(?ms)^```.*?^```$", "", document.read_text())
+        for code in set(re.findall(r"`([^`\n]+)`", text)):
+            for name in re.findall(r"(?:^|[(, ])([A-Za-z_.]+)=(?=[\w\"'\[{.-])", code):
+                yield pytest.param(name, id=f"{document.stem}-{name}")
+
+
+@pytest.mark.parametrize("name", sorted({o.values[0] for o in options()}))
+def test_option_that_a_document_sets_exists(name):
+    known = {f.name for cls in (PDMGRPOConfig, ModelConfig, LoraConfig) for f in fields(cls)}
+    assert name in known | ELSEWHERE
+
+
+def test_fields_in_tables_of_options_exist():
+    """The first column of tables whose head is `field`."""
+    known, found = {f.name for f in fields(PDMGRPOConfig)}, []
+    for document in DOCUMENTS:
+        for table in re.findall(r"(?m)^\| field \|.*\n\|[-|]+\n((?:\|.*\n)+)", document.read_text()):
+            found += re.findall(r"(?m)^\| `(\w+)` \| `?(.+?)`? \|", table)
+    defaults = {f.name: f.default for f in fields(PDMGRPOConfig)}
+    assert len(found) > 10 and {name for name, _ in found} <= known
+    assert {name: ast.literal_eval(default) for name, default in found} == {name: defaults[name] for name, _ in found}

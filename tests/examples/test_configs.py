@@ -69,8 +69,8 @@ def test_its_comment_names_files_that_exist(path):
 
 
 def commands():
-    """The commands of the README and of the recipes, on one line each."""
-    for path in [ROOT / "README.md", *RECIPES]:
+    """The commands of the README, of the documents and of the recipes, on one line each."""
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *RECIPES]:
         text = re.sub(r"\s*\\\n#?\s*", " ", path.read_text())
         for line in re.findall(r"(?:accelerate launch|python) .*examples/train_pdm\.py.*--.*", text):
             for recipe in ("colocate", "server") if "RECIPE" in line else (None,):

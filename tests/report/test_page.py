@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from io import BytesIO
+from xml.etree import ElementTree
 
 import matplotlib.axes
 import pandas as pd
@@ -75,7 +76,8 @@ def test_curves_show_what_was_logged(trained, tmp_path, monkeypatch):
         "Importance ratio truncated": [logged("importance_ratio/truncated", 100)],
         "Time": [logged("step_time")],
     }  # fmt: skip
-    assert {file.stem for file in (copy / "report").iterdir()} == set(FIGURES) - {"sync"}
+    pictures = {file.name for file in (copy / "report").iterdir()}
+    assert pictures == {f"{name}.png" for name in set(FIGURES) - {"sync"}} | {"tokens.svg"}
 
 
 def test_no_figure_without_data(tmp_path):
@@ -168,6 +170,32 @@ def test_without_a_direction_the_legend_speaks_of_none(tmp_path):
     text = write_report(folder).read_text()
     assert "</span> outside: held back</li>" in text and "leads further out" not in text
     assert "What is outside is held back, wherever its update leads." in text
+
+
+def test_tokens_are_a_picture_too_those_first_of_which_most_was_masked(tmp_path):
+    folder = synthetic_run(tmp_path / "run", steps=1, completions=3, length=3)
+    (file,) = record_files(folder).values()
+    table = pd.read_parquet(file)
+    table["outside"] = [False, True, False] + [True] * 3 + [False] * 3
+    table["keep"] = ~table["outside"] | (table["position"] == 2)
+    table["text"] = ["<a>", "b", "c", "d", "&", "f", "g", "h\n", "i"]
+    table["prompt"] = ["one?", None, None, "two?", None, None, "three?", None, None]
+    table.to_parquet(file)
+    write_report(folder)
+    picture = folder / "report" / "tokens.svg"
+    groups = list(ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}g"))
+    drawn = [(group.get("class"), group.find("{*}text").text) for group in groups]
+    assert [state for state, text in drawn if text == "token"] == ["inside", "outside", "masked"]
+    assert drawn[6:] == [
+        ("plain", "two?"), ("masked", "d"), ("masked", "&"), ("outside", "f"),
+        ("plain", "one?"), ("inside", "<a>"), ("masked", "b"), ("inside", "c"),
+        ("plain", "three?"), ("inside", "g"), ("inside", "h\u21b5"), ("inside", "i"),
+    ]  # fmt: skip
+    lines = [group.find("{*}text").get("y") for group in groups[6:]]
+    assert [lines.count(y) for y in dict.fromkeys(lines)] == [4, 4, 3, 1], "a newline ends a line"
+    (folder / "token_assessments" / file.name).unlink()
+    write_report(folder)
+    assert not picture.exists(), "an earlier report's"
 
 
 @pytest.mark.parametrize("left", ["", "{", "[1]", None])

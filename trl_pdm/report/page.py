@@ -5,6 +5,7 @@ from pathlib import Path
 
 from .curves import MAX_RUNS, THEMES, draw_all
 from .runs import ReportError, Run, differences, load_run
+from .svg import write_svg
 from .tokens import read_completions
 from .words import told
 
@@ -25,7 +26,8 @@ COLUMNS: dict[str, tuple[str, str, Callable[[list[float]], float]]] = {
 
 def write_report(run_dir: str | Path, compare: Sequence[str | Path] = (), step: int | None = None) -> Path:
     """
-    Write the report of a run, with the curves of other runs beside its own.
+    Write the report of a run, with the curves of other runs beside its own. Its pictures are also files in `report/`,
+    beside the page.
 
     Args:
         run_dir (`str` or `Path`): the run's `output_dir`.
@@ -46,6 +48,7 @@ def write_report(run_dir: str | Path, compare: Sequence[str | Path] = (), step: 
         load_run(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)
     ]
     recorded = read_completions(runs[0], step)
+    pictures = runs[0].path / "report"
     page = _render(
         runs=runs,
         columns=list(COLUMNS),
@@ -53,9 +56,12 @@ def write_report(run_dir: str | Path, compare: Sequence[str | Path] = (), step: 
         told=[told(run) for run in runs],
         differences=differences(runs),
         recorded=recorded,
-        figures=list(draw_all(runs, runs[0].path / "report")),
+        figures=list(draw_all(runs, pictures)),
         themes=THEMES,
     )
+    (pictures / "tokens.svg").unlink(missing_ok=True)
+    if recorded:
+        write_svg(recorded, pictures / "tokens.svg")
     path = runs[0].path / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
