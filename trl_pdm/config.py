@@ -56,9 +56,9 @@ class PDMGRPOConfig(GRPOConfig):
     r"""
     Configuration class for the [`PDMGRPOTrainer`].
 
-    It has every parameter of [`~trl.GRPOConfig`] and, in addition, those of the trust region. A token may not update
-    the policy when the training policy has left the trust region around the behaviour policy there (*proximity*) and
-    the update would move it further out (*direction*):
+    It has every parameter of [`~trl.GRPOConfig`] and, in addition, those of the trust region. A token is masked, which
+    means that it does not update the policy, where two things hold. The training policy is outside the trust region
+    around the behaviour policy (*proximity*), and the update would move it further out (*direction*):
 
     | `proximity`    | `direction`    | the mask of                                                                  |
     |----------------|----------------|------------------------------------------------------------------------------|
@@ -70,9 +70,9 @@ class PDMGRPOConfig(GRPOConfig):
     | `"ratio"`      | `"predictive"` | PPO's region with the predictive direction                                   |
 
     A masked token updates nothing: the gradient of the policy's loss with respect to its log-probability is exactly 0.
-    That of the regularizers stays: of the KL term with a `beta` other than 0, of the entropy bonus, and of the router's
-    auxiliary loss (but for `use_bias_correction_kl` with a sequence-level ratio: there the weight of the KL term is the
-    sequence's ratio, in which a masked token has no gradient). What the mask does in each loss:
+    Regularizers still see it: the KL term with a `beta` other than 0, the entropy bonus and the router's auxiliary loss.
+    (There is one exception. With `use_bias_correction_kl` and a sequence-level ratio, the weight of the KL term is the
+    sequence's ratio, in which a masked token has no gradient.) What the mask does in each loss:
 
     | loss                                                     | ratio                               | a masked token                     |
     |----------------------------------------------------------|-------------------------------------|------------------------------------|
@@ -85,10 +85,11 @@ class PDMGRPOConfig(GRPOConfig):
     With `off_policy_mask_threshold` and `top_entropy_quantile` a token updates where TRL's mask and this one both let
     it.
 
-    In all of them the ratio is that of the training policy to the behaviour policy, the one that sampled the tokens.
-    `vllm_importance_sampling_correction` would correct for their difference a second time and is switched off.
-    `epsilon` and `epsilon_high` bound the region of `proximity="ratio"`, and clip where a loss keeps its own shaping; a
-    loss that does is refused with `proximity="ratio"`, where they would mean both.
+    In all of them the ratio is that of the training policy to the behaviour policy, which sampled the tokens. So
+    `vllm_importance_sampling_correction`, which would correct for their difference a second time, is switched off.
+
+    `epsilon` and `epsilon_high` have two uses. They bound the region of `proximity="ratio"`, and they clip in the losses
+    that keep their own shaping. Such a loss together with `proximity="ratio"` is refused, because they would mean both.
 
     Parameters:
         > Parameters that control the trust region
@@ -124,25 +125,25 @@ class PDMGRPOConfig(GRPOConfig):
         > Parameters that control the logging
 
         log_realized_alignment (`bool`, *optional*, defaults to `False`):
-            Log how often each direction was right about the divergence of the tokens that updated the policy from
-            outside the trust region, measured at no extra forward pass when an update comes back to the same tokens
-            (`num_iterations` above 1).
+            Log how often each direction was right. It counts the tokens that updated the policy from outside the trust
+            region, and measures whether their divergence then grew. That needs `num_iterations` above 1, so that the
+            same tokens come back, and no extra forward pass.
         log_token_assessments (`int`, *optional*, defaults to `0`):
-            Number of completions of which every token is recorded each time the run logs, in
-            `output_dir/token_assessments`, for `python -m trl_pdm.report`. They are a random sample of the main
-            process's last micro-batch. `0` records none.
+            Number of completions to record, with every token, each time the run logs. They are a random sample of the
+            main process's last micro-batch. `python -m trl_pdm.report` shows them; they are in
+            `output_dir/token_assessments`. `0` records none.
 
         > Parameters that control vLLM
 
         sampling_support (`str`, *optional*, defaults to `"full"`):
             Tokens over which the training policy is normalised when vLLM samples with `top_p`, `top_k`, `min_p` or
-            structured outputs, which renormalise the behaviour policy over the tokens that survive: `"full"`, the whole
-            vocabulary, so that ratio and divergence carry the logarithm of the surviving probability, or `"replay"`, the
-            same surviving tokens wherever the top K contains them all.
+            structured outputs. vLLM then normalises the behaviour policy over the tokens that survive. `"full"`: the
+            whole vocabulary, so that ratio and divergence contain the logarithm of the surviving probability.
+            `"replay"`: the same surviving tokens, wherever the top K contains them all.
         sync_check_steps (`int`, *optional*, defaults to `50`):
-            Compare the logprobs that vLLM sampled with the training policy's, on the same weights, after the first sync
-            and then every so many steps. `0` disables the check. There is none where more than temperature and
-            truncation shapes what vLLM samples (penalties, biases), or with a rollout function.
+            Steps between two checks of the weights in vLLM, the first after the first sync. A check compares the logprobs
+            that vLLM sampled with the training policy's, on the same weights. `0` disables it. There is none with a
+            rollout function, nor where penalties or biases shape what vLLM samples.
         sync_check_threshold (`float`, *optional*, defaults to `0.5`):
             Mean absolute difference of logprobs, in nats, at which the check stops the run: only wrong weights explain
             it.
@@ -151,10 +152,11 @@ class PDMGRPOConfig(GRPOConfig):
             serves the base and the live LoRA adapter, and only the adapter moves) or `"auto"` (`"adapter"` where vLLM
             can serve it, otherwise `"full"`).
         vllm_weight_rounding (`str`, *optional*, defaults to `"auto"`):
-            How weights that the trainer holds in a finer dtype than vLLM are rounded to vLLM's: `"nearest"`, which hides
-            updates smaller than the spacing of that dtype; `"stochastic"`, whose expectation is the trainer's weight;
-            or `"auto"`, for each weight what the trainer computes with: `"nearest"` under autocast (`bf16`, `fp16`) and
-            for weights that are not trained, otherwise, and for merged adapters, `"stochastic"`.
+            How weights are rounded that the trainer holds in a finer dtype than vLLM. `"nearest"` hides updates that are
+            smaller than the spacing of vLLM's dtype. `"stochastic"` has the trainer's weight as its expectation.
+            `"auto"` decides for each weight by what the trainer computes with: `"nearest"` under autocast (`bf16`,
+            `fp16`) and for weights that are not trained; `"stochastic"` for all others, and wherever an adapter is
+            merged into a weight.
         vllm_dtype (`str`, *optional*, defaults to `"auto"`):
             Dtype of a colocated engine: `"bfloat16"`, `"float16"`, `"float32"` or `"auto"`, vLLM's choice (that of the
             checkpoint, and `"bfloat16"` or `"float16"` for a float32 one).

@@ -74,7 +74,7 @@ DIRECTIONS = tuple(_DIRECTIONS)
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """
-    What is known of a token's two policies.
+    The log-probabilities of a token and its candidates under the two policies.
 
     A position can hold no evidence: slot 0 is not valid (padding), a valid slot is NaN or +inf, the sampled token's
     behaviour log-probability is -inf, or `policy_sum_sq` is NaN where it is used.
@@ -384,9 +384,10 @@ def replay_support(
 @torch.no_grad()
 def ratio_base(evidence: Evidence, ratio_max: float | None) -> Float[Tensor, "*batch"]:
     """
-    The log-probability against which the sampled token's ratio is `min(r, ratio_max)`, and 1 without evidence.
+    The behaviour log-probabilities of the sampled tokens, raised where the ratio is truncated.
 
-    A ratio truncated at `C` is one against a behaviour log-probability of at least `log pi - log C`.
+    The ratio to what is returned is `min(r, ratio_max)`, and 1 where there is no evidence: truncating a ratio at `C` is
+    the same as raising the behaviour log-probability to at least `log pi - log C`.
 
     Args:
         evidence ([`Evidence`]):
@@ -400,7 +401,7 @@ def ratio_base(evidence: Evidence, ratio_max: float | None) -> Float[Tensor, "*b
 
 
 def exp_ratio(log_ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """The ratio, with a largest value whose sum over a batch is finite in float32."""
+    """`exp(log_ratio)`, bounded so that its sum over a batch is finite in float32."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
