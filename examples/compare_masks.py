@@ -53,8 +53,9 @@ import numpy as np
 import pandas as pd
 import torch
 import transformers
+from loading import load_problems
 from scipy import stats
-from tasks import TASKS, chats, load_chats, to_ids, warm_start
+from tasks import TASKS, chats, to_ids, warm_start
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import TrlParser
@@ -132,7 +133,7 @@ def load_task(task, held_out):
     if task in TASKS:
         rows, reward = chats(TASKS[task][0]()), TASKS[task][1]
     else:
-        rows, reward = load_chats(task)["train"].shuffle(seed=0), accuracy_reward
+        rows, reward = load_problems(task)[0]["train"].shuffle(seed=0), accuracy_reward
     return rows.select(range(held_out, len(rows))), rows.select(range(held_out)), reward
 
 

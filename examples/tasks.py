@@ -8,10 +8,9 @@ import random
 import re
 from functools import cache
 from itertools import combinations_with_replacement
-from pathlib import Path
 
 import torch
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
@@ -98,13 +97,6 @@ def as_chat(row):
 
 def chats(rows):
     return Dataset.from_list([as_chat(row) for row in rows])
-
-
-def load_chats(name, config=None):
-    """The splits of a dataset on the hub or in a JSON file, as chats."""
-    source = dict(path="json", data_files=name) if Path(name).is_file() else dict(path=name)
-    splits = load_dataset(**source, name=config)
-    return DatasetDict({split: rows.map(as_chat) for split, rows in splits.items()})
 
 
 def to_ids(tokenizer, prompts):

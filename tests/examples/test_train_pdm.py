@@ -81,7 +81,7 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
             "no",
             "--lr_scheduler_type",
             "constant",
-            "--reward",
+            "--reward_funcs",
             "exact_match",
         ),
     )
