@@ -21,11 +21,10 @@ import json
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 
+from processes import in_own_process
 from tiny_model import tiny_model
 
 
@@ -174,9 +173,7 @@ def main() -> None:
     results = {variant: [] for variant in variants}
     for repeat in range(args.repeats):
         for variant in variants if repeat % 2 == 0 else variants[::-1]:
-            command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
-            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            results[variant].append(json.loads(output.strip().splitlines()[-1]))
+            results[variant].append(in_own_process("--variant", variant))
             print(f"repeat {repeat + 1}, {variant}: {results[variant][-1]['whole step']:.3f} s a step", flush=True)
     medians = {v: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for v, runs in results.items()}
     print("\n" + " " * 12 + "".join(f"{variant:>10}" for variant in variants), end="")

@@ -27,10 +27,11 @@ stopped.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from processes import in_own_process
 
 
 KINDS = {  # LoRA, 8-bit base, `vllm_weight_sync`
@@ -58,7 +59,7 @@ def without_e(completions, **kwargs) -> list[float]:
 def make_trainer(args: argparse.Namespace, folder: str, kind: str = "full", callbacks=(), **overrides):
     from datasets import Dataset
     from peft import LoraConfig
-    from step import tiny_model
+    from tiny_model import tiny_model
     from transformers import AutoTokenizer, BitsAndBytesConfig
 
     from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
@@ -256,12 +257,6 @@ def draw(found: dict[str, dict], path: str) -> None:
 # ---- The command
 
 
-def in_own_process(task: str, args: argparse.Namespace) -> object:
-    command = [sys.executable, __file__, *sys.argv[1:], "--task", task]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return json.loads(output.strip().splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["gap", "curves"])
@@ -290,7 +285,7 @@ def main() -> None:
     found = json.loads(out.read_text()) if out.exists() else {}
     for task in tasks:
         if task not in found:
-            found[task] = in_own_process(task, args)
+            found[task] = in_own_process("--task", task)
             out.write_text(json.dumps(found, indent=1))
     if args.what == "curves":
         if args.figure:

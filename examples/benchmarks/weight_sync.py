@@ -14,10 +14,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+
+from processes import in_own_process
 
 
 # name: (LoRA, 8-bit base, TRL's way, `vllm_weight_sync`); each is compared with the TRL variant named last
@@ -36,7 +36,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, float]]:
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from step import tiny_model
+    from tiny_model import tiny_model
     from transformers import BitsAndBytesConfig
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -127,9 +127,7 @@ def main() -> None:
     rows = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):
         for name in VARIANTS:
-            command = [sys.executable, __file__, *sys.argv[1:], "--variant", name]
-            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            rows[name] += json.loads(output.strip().splitlines()[-1])
+            rows[name] += in_own_process("--variant", name)
     medians = {
         name: {key: statistics.median(row[key] for row in runs) for key in runs[0]} for name, runs in rows.items()
     }
