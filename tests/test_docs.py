@@ -2,6 +2,7 @@
 that run, links that lead somewhere."""
 
 import ast
+import json
 import re
 import shlex
 import sys
@@ -286,3 +287,16 @@ def test_fields_in_tables_of_options_exist():
     defaults = {f.name: f.default for f in fields(PDMGRPOConfig)}
     assert len(found) > 10 and {name for name, _ in found} <= known
     assert {name: ast.literal_eval(default) for name, default in found} == {name: defaults[name] for name, _ in found}
+
+
+def test_figures_of_rounding_are_the_measured_ones():
+    page = (ROOT / "docs" / "weight-sync-and-lora.md").read_text()
+    (measured,) = json.loads(
+        (ROOT / "examples" / "benchmarks" / "results" / "weight_rounding.json").read_text()
+    ).values()
+    expected = [
+        f'| {row["updates"]} updates | `"{row["rounding"]}"` | {row["gap"]:.3f} | {row["shown"]:.2f} '
+        f"| {row['weights gap']:.3f} | {row['kept']:.3f} |"
+        for row in measured
+    ]
+    assert [line for line in page.splitlines() if line.startswith(("| 8 updates", "| 32 updates"))] == expected
