@@ -144,6 +144,19 @@ def test_advantages_read_too_early_by_a_subclass_of_the_user(tmp_path):
         trainer.compute_loss(trainer.model, batch)
 
 
+def test_a_subclass_of_the_user_that_copies_the_batch(tmp_path):
+    """The masked advantages come to the dictionary that `compute_loss` hands over, and to no copy of it."""
+
+    class MyTrainer(PDMGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, {**inputs})
+
+    trainer = make_trainer(tmp_path, MyTrainer)
+    batch, _ = make_batch(trainer.model)
+    with pytest.raises(RuntimeError, match=r"`MyTrainer._compute_loss` hands on a copy of `inputs`"):
+        trainer.compute_loss(trainer.model, batch)
+
+
 def test_loss_that_never_scores(tmp_path, monkeypatch):
     """A `_compute_loss` that does not score is refused."""
     trainer = make_trainer(tmp_path)

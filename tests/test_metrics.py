@@ -27,6 +27,20 @@ def test_shares_are_of_all_tokens_of_all_processes():
     assert metrics.pop("train") == {} and metrics.pop("eval") == {}
 
 
+def test_what_is_known_of_tokens_may_change_between_two_logs():
+    """As where `generation_kwargs` of the live engine come to truncate."""
+    metrics = TokenMetrics(lambda local: local)
+    for more in ({}, {"trust_region/log_surviving_mass": -3.0}, {}):
+        sums = {"tokens with a behaviour logprob": 10.0, "trust_region/outside": 1.0} | more
+        metrics.add(
+            "train",
+            {name: torch.tensor(value) for name, value in sums.items()},
+            {"trust_region/divergence_max": torch.tensor(2.0 - len(more))},
+        )
+    seen = metrics.pop("train")
+    assert seen["trust_region/outside"] == pytest.approx(3 / 30) and seen["trust_region/divergence_max"] == 2.0
+
+
 NAN, INF = math.nan, math.inf
 NAMES = {
     "tokens": "tokens trained on",

@@ -25,11 +25,17 @@ class TRLCompatibilityError(RuntimeError):
         )
 
 
-def read_too_early(trainer: type) -> Exception:
-    """The error of a trainer's class whose `_compute_loss` reads the advantages before the forward pass."""
+def not_seen(trainer: type, scored: bool) -> Exception:
+    """The error of a trainer's class whose `_compute_loss` finds no advantages: it reads them before the forward pass, or,
+    where that has `scored`, from a copy made before it."""
     first = next(cls for cls in trainer.__mro__ if "_compute_loss" in vars(cls))
     if first is trl.GRPOTrainer:
         return TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.")
+    if scored:
+        return RuntimeError(
+            f"`{first.__name__}._compute_loss` hands on a copy of `inputs` that was made before the forward pass, to which "
+            "the masked advantages do not come. Change `inputs` in place, or override `compute_loss`."
+        )
     return RuntimeError(
         f"`{first.__name__}._compute_loss` reads `inputs['advantages']` before the forward pass, which decides which "
         "tokens may update. Read them after `self._get_per_token_logps_and_entropies(...)`, masked and of shape (B, T), or "

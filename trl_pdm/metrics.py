@@ -249,25 +249,28 @@ class TokenMetrics:
 
     def __init__(self, gather: Callable[[Tensor], Tensor]):
         self._gather = gather
-        self._totals: dict[str, tuple[list[str], Tensor, Tensor]] = {}
+        # By mode and names, as what is known of tokens can change from one micro-batch to the next
+        self._totals: dict[tuple[str, tuple[str, ...], tuple[str, ...]], tuple[Tensor, Tensor]] = {}
 
     def add(self, mode: str, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
         """Record 0-dim tensors of one micro-batch, on every process."""
         local = torch.stack([value.float() for value in (*sums.values(), *maxima.values())])
         gathered = self._gather(local[None])
         total, largest = gathered[:, : len(sums)].sum(0), gathered[:, len(sums) :].amax(0)
-        if mode in self._totals:
-            _, before, largest_before = self._totals[mode]
+        key = mode, tuple(sums), tuple(maxima)
+        if key in self._totals:
+            before, largest_before = self._totals[key]
             total, largest = before + total, torch.maximum(largest_before, largest)
-        self._totals[mode] = [*sums, *maxima], total, largest
+        self._totals[key] = total, largest
 
     def pop(self, mode: str) -> dict[str, float]:
         """The metrics of everything recorded since the last call. A share of no tokens is left out."""
-        if mode not in self._totals:
-            return {}
-        names, sums, maxima = self._totals.pop(mode)
-        total = dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True))
-        seen = {}
+        total, seen = dict[str, float](), dict[str, float]()
+        for key in [key for key in self._totals if key[0] == mode]:
+            values = torch.cat(self._totals.pop(key)).tolist()
+            summed, largest = values[: len(key[1])], values[len(key[1]) :]
+            total |= {name: total.get(name, 0) + value for name, value in zip(key[1], summed, strict=True)}
+            total |= {name: max(total.get(name, 0), value) for name, value in zip(key[2], largest, strict=True)}
         for metric in TOKEN_METRICS:
             count = 1 if metric.kind == "max" else total.get(metric.over.meaning)
             if metric.name in total and count:

@@ -44,7 +44,8 @@ def _check_trainable(model: Any) -> None:
 
 
 def _check_prompts(field: str, dataset: Any, processing_class: Any) -> None:
-    if not isinstance(dataset, Dataset):  # a stream is read once, so its rows are checked when they are sampled from
+    # A stream is read once, so its rows are checked when they are sampled from. An environment may own all prompts.
+    if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return
     for row, prompt in enumerate(dataset["prompt"]):
         if isinstance(prompt, str) and not prompt.strip() and not len(processing_class(text=[prompt])["input_ids"][0]):

@@ -13,7 +13,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from . import noise
-from ._hooks import TRLCompatibilityError, read_too_early
+from ._hooks import TRLCompatibilityError, not_seen
 from .metrics import MaskedColumn, TokenMetrics, Tokens, forecasts, summarize
 from .report.records import TokenRecords, write_settings
 from .rollout.trainer import TopKRolloutTrainer
@@ -131,9 +131,9 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
             try:
                 value = super().compute_loss(model, given, return_outputs, num_items_in_batch)
             except KeyError as error:
-                if error.args != ("advantages",) or loss.scored:
+                if error.args != ("advantages",):
                     raise
-                raise read_too_early(type(self)) from error
+                raise not_seen(type(self), loss.scored) from error
         if not loss.scored:
             raise TRLCompatibilityError("`GRPOTrainer._compute_loss` no longer scores the batch it trains on.")
         return value

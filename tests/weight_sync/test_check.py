@@ -1,7 +1,9 @@
 """On a real engine: a sync that went wrong stops the run and names its tensors; truncated sampling can be replayed."""
 
 import copy
+import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +55,37 @@ def test_a_layer_that_cannot_be_asked_does_not_hide_the_error():
 
     with pytest.raises(WeightSyncError, match=r"by 1.000 nats on average .* \(NotImplementedError\('of a kernel'\)\)"):
         SyncCheck(10, 0.5, gather=lambda x: x).verify(1.0, 2.0, suspects)
+
+
+CANNOT_TELL = SimpleNamespace(can_round_the_trainer=False, advice="")
+
+
+def checked(behavior, policy, valid, **engine):
+    """What the check makes of evidence from an engine that truncates."""
+    engine = SimpleNamespace(
+        samples_from_the_policy=True, truncates=True, suspects=list, rounding=CANNOT_TELL, **engine
+    )
+    evidence = trust_region.Evidence(behavior.log(), policy.log(), valid, vocab_size=4)
+    check, mask = SyncCheck(1, 0.5, gather=lambda x: x), torch.ones(valid.shape[:-1], dtype=torch.bool)
+    return check(engine, 0, 0, evidence, mask, again=None, noise={})
+
+
+def test_tokens_that_were_forced_say_nothing_of_the_weights():
+    """Nine of ten tokens had one survivor: its probability is 1 in either policy."""
+    behavior, policy = torch.tensor([[1.0, 1.0, 0, 0]] * 10)[None], torch.full((1, 10, 4), 0.25)
+    behavior[0, 9] = torch.tensor([0.5, 0.5, 0.5, 0])  # the sampled token, and the candidates that survived
+    policy[0, 9] = torch.tensor([0.375, 0.375, 0.125, 0.5])
+    valid = torch.tensor([[True, False, False, False]] * 9 + [[True, False, True, False]])[None]
+    # By hand: over the two survivors the trainer's own are 3/4 and 1/4
+    found = checked(behavior, policy, valid)
+    assert found["logp_difference_mean"] == pytest.approx(math.log(0.75 / 0.5))
+
+
+def test_the_check_is_off_where_the_survivors_are_not_known(monkeypatch):
+    said = []
+    monkeypatch.setattr(sync_check.logger, "warning_once", said.append)
+    one = torch.ones(1, 3, 1)
+    assert checked(one, one / 10, one.bool()) == {} and "`sampling_support='replay'`" in said[0]
 
 
 def test_replayed_support_equals_a_softmax_over_the_survivors():

@@ -145,9 +145,9 @@ class TopKRolloutTrainer(GRPOTrainer):
             output = self._generate_in_sync(super()._generate, prompts)
         if not isinstance(output, tuple) or len(output) != 8:
             raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns 8 values, logprobs in fifth place.")
-        if self.use_vllm:
+        if self.use_vllm and self.rollout_func is None:
             check_not_all_nan(output[4])
-        if self._rollout:
+        if self._rollout and not self._rollout.sampled:  # a reward function may generate too
             self._rollout.sampled, self._rollout.logprobs = True, output[4]
         return output
 

@@ -58,10 +58,12 @@ def from_vllm_outputs(outputs: list["RequestOutput"]) -> tuple[list[list[list[To
 def check_not_all_nan(logprobs: Sequence[Sequence[float]] | None) -> None:
     """Refuse a rollout of an engine with NaN weights.
 
+    A single NaN is no evidence: its token is kept, with a ratio of 1, and counted in `trust_region/unscored`.
+
     Raises:
         ValueError: Every logprob is NaN.
     """
-    is_nan = (lp != lp for sequence in logprobs or () for lp in sequence)
+    is_nan = (lp != lp for sequence in (() if logprobs is None else logprobs) for lp in sequence)
     if next(is_nan, False) and all(is_nan):
         raise ValueError(
             "Every logprob that vLLM returned is NaN, so its weights are, and what it sampled is not worth training on. "

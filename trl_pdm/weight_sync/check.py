@@ -65,12 +65,20 @@ class SyncCheck:
         """
         if not engine.samples_from_the_policy or not self.is_due(step, sampled_at):
             return {}
+        if engine.truncates and evidence.valid.shape[-1] == 1:
+            logger.warning_once(
+                "The check of synced weights is off: sampling is truncated (`top_p`, `top_k`, `min_p` and the like), and the "
+                "mask reads the sampled token alone, so which tokens survived is not known. With "
+                "`sampling_support='replay'` it is."
+            )
+            return {}
 
         def over_support(evidence: Evidence) -> tuple[Evidence, Tensor]:
             if not engine.truncates:
                 return evidence, mask
             replayed, complete, _ = replay_support(evidence)
-            return replayed, mask & complete
+            # Where a single token survived, its probability is 1 whatever the weights
+            return replayed, mask & complete & (replayed.valid.sum(-1) > 1)
 
         evidence, known = over_support(again() if noise else evidence)
         trained = evidence.policy_logps
@@ -180,11 +188,12 @@ class SyncCheck:
             )
         except Exception as error:  # of a kernel that was asked in a way it does not know: not what matters here
             blame = f"No tensor can be named ({error!r})."
+        if mean != mean:
+            blame = f"One of the two is no number; where it is the trainer's, its own weights are NaN. {blame}"
         raise WeightSyncError(
             f"Right after a weight sync, the logprobs that vLLM sampled differ from the training policy's by {mean:.3f} "
             f"nats on average and {largest:.3f} at most, more than `sync_check_threshold={self.threshold}` allows: the "
-            f"engine does not hold the trainer's weights. {blame} Do not train on; report it, or set `use_vllm=False`. (If "
-            "the model trains with dropout, try `disable_dropout=True` first.)"
+            f"engine does not hold the trainer's weights. {blame} Do not train on; report it, or set `use_vllm=False`."
         )
 
 
