@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
@@ -292,3 +293,12 @@ def topk_head(
         _ScoringKernel.call = None
     if rows_done != len(attention_mask):
         raise TRLCompatibilityError(f"TRL's forward did not score its tokens through `trl.trainer.utils.{_KERNEL}`.")
+
+
+def show_bias_of_trained_rows(model: Any) -> None:
+    """TRL's forward reads the `bias` of the head. PEFT's layer around a tied head with `trainable_token_indices` shows no
+    other attribute of it than `weight`, with the trained rows."""
+    head = model.get_output_embeddings()
+    if isinstance(head, TrainableTokensWrapper) and not hasattr(head, "bias"):
+        # Not registered, or a checkpoint would hold it twice
+        object.__setattr__(head, "bias", head.token_adapter.get_base_layer().bias)

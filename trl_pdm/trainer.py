@@ -17,7 +17,7 @@ from ._hooks import TRLCompatibilityError, not_seen
 from .metrics import MaskedColumn, TokenMetrics, Tokens, forecasts, summarize
 from .report.records import TokenRecords, write_settings
 from .rollout.trainer import TopKRolloutTrainer
-from .topk_head import topk_head
+from .topk_head import show_bias_of_trained_rows, topk_head
 from .trust_region import Evidence, ratio_base, replay_support
 from .weight_sync.check import SyncCheck
 from .weight_sync.parameters import quiet_bitsandbytes
@@ -94,6 +94,7 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
     def __init__(self, *init_args, **kwargs):
         quiet_bitsandbytes()
         super().__init__(*init_args, **kwargs)
+        show_bias_of_trained_rows(self.model)
         args = self.args
         args.warn_of_options_without_effect()
         self._region = args.trust_region

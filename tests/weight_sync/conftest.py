@@ -38,8 +38,8 @@ def engine_args(started, monkeypatch):
         asked.clear()
         asked.update(kwargs)
         config = AutoConfig.from_pretrained(kwargs["model"])
-        of_engine = (kwargs.get(name) for name in ("max_lora_rank", "load_format", "dtype"))
-        kind = (config.model_type, config.tie_word_embeddings, *of_engine)
+        of_engine = (kwargs.get(name) for name in ("max_lora_rank", "load_format", "dtype", "model_impl"))
+        kind = (config.model_type, config.tie_word_embeddings, *of_engine, str(kwargs.get("hf_overrides")))
         if not any(kind[0] == model_type for model_type, *_ in started):  # experts have process groups of their own
             shut_down(started)
         if kind not in started:

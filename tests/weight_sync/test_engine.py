@@ -16,6 +16,7 @@ from tests.weight_sync.helpers import (
     ENGINE_NOISE,
     INT8,
     NF4,
+    V,
     adapter_bytes,
     check_far_from,
     check_in_sync,
@@ -299,6 +300,70 @@ def test_tied_embeddings_that_an_adapter_trains_together(tmp_path, engine_args):
     trainer.train()
     assert check_in_sync(trainer).mode == "full"
     check_far_from(trainer, initial(trainer))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_trained_rows_of_an_embedding(kind, tmp_path, engine_args):
+    rows = [tiny.tokenizer().convert_tokens_to_ids(token) for token in "1+="]
+    trainer = make_trainer(tmp_path, kind=kind, peft_config=lora(trainable_token_indices=rows))
+    trainer.train()
+    assert check_in_sync(trainer).mode == "full"
+    before, after = initial(trainer).get_input_embeddings().weight, dict(trainer.vllm_generation._sync.tensors())
+    changed = (after["model.embed_tokens.weight"].float() - before).abs().amax(-1) > 0.05
+    assert changed.nonzero()[:, 0].tolist() == sorted(rows)
+
+
+def check_engine_rows(trainer, rows):
+    assert trainer.vllm_generation.llm.llm_engine.model_config.get_vocab_size() == rows
+    (held,) = trainer.vllm_generation.llm.apply_model(lambda model: model.model.embed_tokens.org_vocab_size)
+    assert held == rows
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_tokens_added_in_memory_are_sampled(tmp_path, engine_args):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(save_model(tmp_path)), tiny.tokenizer()
+    tokenizer.add_tokens(["<one>", "<two>", "<three>"])
+    model.resize_token_embeddings(V + 3)
+    one = tokenizer.convert_tokens_to_ids("1")
+    with torch.no_grad():
+        model.lm_head.weight[V:] = model.lm_head.weight[one]
+    trainer = make_trainer(tmp_path, model=model, processing_class=tokenizer, peft_config=lora(), vllm_dtype="float32")
+    trainer.train()
+    assert check_in_sync(trainer).mode == "adapter"
+    assert difference(trainer) < 1e-4
+    check_engine_rows(trainer, V + 3)
+    with trainer.model.disable_adapter():
+        check_far_from(trainer)
+    assert {V, V + 1, V + 2} & {token for completion in sample(trainer)[1] for token in completion}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_vocabulary_that_shrank_in_memory(tmp_path, engine_args):
+    tiny.model(V + 20, tie_word_embeddings=True).save_pretrained(tmp_path / "larger")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "larger")
+    model.resize_token_embeddings(V)
+    trainer = make_trainer(tmp_path, model=model)
+    trainer.train()
+    assert check_in_sync(trainer).mode == "full"
+    check_engine_rows(trainer, V)
+    check_far_from(trainer, initial(trainer))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_transformers_backend_leaves_the_trainers_model_alone(tmp_path, engine_args, caplog):
+    trainer = make_trainer(tmp_path, vllm_model_impl="transformers", peft_config=lora())
+    assert engine_args["enforce_eager"]
+    (warning,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "Transformers backend" in text]
+    assert "without compilation" in warning
+    trainer.train()  # with the forward of a class that vLLM would have decorated
+    assert check_in_sync(trainer).mode == "adapter"
+    with trainer.model.disable_adapter():
+        check_far_from(trainer)
 
 
 @pytest.mark.vllm

@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.helpers import tiny
 from tests.weight_sync import architectures
-from tests.weight_sync.architectures import with_lora
+from tests.weight_sync.architectures import build, with_lora
 from tests.weight_sync.helpers import (
     INT8,
     V,
@@ -374,6 +374,13 @@ def test_a_placeholder_that_a_text_model_never_sees_needs_no_row(tmp_path):
     tokenizer.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
     assert tokenizer.image_token_id == V
     make_trainer(tmp_path, use_vllm=False, processing_class=tokenizer)
+
+
+def test_a_model_that_vllm_cannot_reload_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: pytest.fail("an engine was started"), raising=False)
+    model = build("gpt-oss")
+    with pytest.raises(ValueError, match=r"`use_vllm=True` .* \(`model_type='gpt_oss'`\).*Set `use_vllm=False`"):
+        make_trainer(tmp_path, use_vllm=True, model=model)
 
 
 def test_a_model_without_a_checkpoint_is_refused_before_an_engine_starts(tmp_path, monkeypatch):

@@ -31,6 +31,10 @@ def unquantized_view(model: "PreTrainedModel | PeftModel") -> SimpleNamespace:
     return SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
 
 
+# What vLLM loads past the loaders that its reload watches, by `model_type`
+_NOT_RELOADED = {"gpt_oss": "vLLM's reload does not reach its experts and attention sinks"}
+
+
 def engine_kwargs_for(
     model: "PreTrainedModel | PeftModel", model_impl: str = "auto", trust_remote_code: bool = False
 ) -> dict[str, Any]:
@@ -43,8 +47,14 @@ def engine_kwargs_for(
         trust_remote_code (`bool`, *optional*, defaults to `False`): run code that comes with the checkpoint.
 
     Raises:
-        ValueError: The model has no checkpoint, or its vocabulary is another inside a model of several modalities.
+        ValueError: The model has no checkpoint, its vocabulary is another inside a model of several modalities, or vLLM
+            cannot reload its weights.
     """
+    if (model_type := model.config.get_text_config().model_type) in _NOT_RELOADED:
+        raise ValueError(
+            f"`use_vllm=True` with `vllm_mode='colocate'` does not work with this model (`model_type={model_type!r}`): "
+            f"{_NOT_RELOADED[model_type]}. Set `use_vllm=False`."
+        )
     kwargs: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
     if is_bnb_quantized(model) and getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
