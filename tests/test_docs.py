@@ -259,7 +259,8 @@ def test_command_that_cannot_run_is_found(command):
 ELSEWHERE = {
     # Of other libraries, on the page that compares them
     "divergence_type", "policy_loss.loss_mode", "loss_fn", "dppo_divergence_type", "topk_kl", "binary_kl",
-    # Of vLLM, PEFT, tokenizers and the environment
+    # Of transformers, vLLM, PEFT, tokenizers and the environment
+    "model_type",
     "CUDA_VISIBLE_DEVICES", "PYTHON", "VLLM", "ARGS", "PYTEST_ARGS", "CANARY", "TRL_PDM_REHEARSE_GPU",
 }  # fmt: skip
 
