@@ -289,9 +289,9 @@ def test_the_page_fits_and_is_complete(browser, page, trained, theme, width):
     assert browser.get_log("browser") == []
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     pictures = browser.execute_script("return [...document.images].map(i => [i.naturalWidth, i.currentSrc])")
-    assert len(pictures) == len(list((page.parent / "report").iterdir())) and all(w > 800 for w, _ in pictures)
+    assert len(pictures) == len(list((page.parent / "report").glob("*.png"))) and all(w > 800 for w, _ in pictures)
     loaded = {base64.b64decode(source.removeprefix("data:image/png;base64,")) for _, source in pictures}
-    saved = {file.read_bytes() for file in (page.parent / "report").iterdir()}
+    saved = {file.read_bytes() for file in (page.parent / "report").glob("*.png")}
     assert (loaded == saved) == (theme == "light") and len(loaded) == len(saved)
     for png in loaded:  # drawn on the page's own background
         background = "rgb({}, {}, {})".format(*Image.open(BytesIO(png)).convert("RGB").getpixel((0, 0)))
