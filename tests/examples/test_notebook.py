@@ -45,7 +45,10 @@ def test_top_to_bottom(notebook, tmp_path):
     environment = os.environ | {"IPYTHONDIR": str(tmp_path / "ipython")}
     NotebookClient(notebook, timeout=300, resources=resources).execute(env=environment)
 
-    *_, plots, answers = code_cells(notebook)
+    *_, reward, plots, answers = code_cells(notebook)
+    assert len(outputs(reward, "image/png")) == 1
+    said = "".join(o.text for c in code_cells(notebook) for o in c.outputs if o.get("name") == "stderr")
+    assert not re.search("(?i)warning|deprecated|triton|forked", said), said
     (picture,) = outputs(plots, "image/png")
     colours = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").getcolors(2**24)
     assert {(31, 119, 180), (255, 127, 14)} <= {colour for _, colour in colours}, "curves in matplotlib's first two"
