@@ -2,11 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset
 
 
 if TYPE_CHECKING:
     from .rollout.trainer import TopKRolloutTrainer
+
+_ROWS = 1000  # of images, looked at at a time
 
 
 def check(trainer: "TopKRolloutTrainer") -> None:
@@ -20,12 +24,13 @@ def check(trainer: "TopKRolloutTrainer") -> None:
     _check_trainable(trainer.model)
     if trainer.rollout_func is None:  # otherwise it is the function that makes tokens of the prompts
         _check_prompts("train_dataset", trainer.train_dataset, trainer.processing_class)
+        _check_images("train_dataset", trainer.train_dataset)
         evaluated = trainer.eval_dataset
         named = evaluated if isinstance(evaluated, dict) else {None: evaluated}
         for name, dataset in named.items():
-            _check_prompts(
-                "eval_dataset" if name is None else f"eval_dataset[{name!r}]", dataset, trainer.processing_class
-            )
+            field = "eval_dataset" if name is None else f"eval_dataset[{name!r}]"
+            _check_prompts(field, dataset, trainer.processing_class)
+            _check_images(field, dataset)
 
 
 def _embeddings_needed(processing_class: Any) -> int:
@@ -53,3 +58,25 @@ def _check_prompts(field: str, dataset: Any, processing_class: Any) -> None:
                 f"The `prompt` in row {row} of `{field}` is {prompt!r}, which holds no token, and nothing can be sampled "
                 "after none. Leave the row out, or let it begin with a token of your choice."
             )
+
+
+def _check_images(field: str, dataset: Any) -> None:
+    """TRL's processing takes a batch with images in each row, or in none."""
+    column = next(
+        (name for name in ("images", "image") if name in (getattr(dataset, "column_names", None) or ())), None
+    )
+    if column is None or not isinstance(dataset, Dataset) or not len(dataset):
+        return
+    stored, lacks = dataset.select_columns(column).with_format("arrow"), []  # as Arrow has them: none is decoded
+    for start in range(0, len(dataset), _ROWS):
+        cells = stored[start : start + _ROWS][column]
+        is_empty = pc.is_null(cells)
+        if column == "images":
+            is_empty = pc.equal(pc.fill_null(pc.list_value_length(cells), 0), 0)
+        lacks.append(is_empty.to_numpy())
+    lacking = np.concatenate(lacks)
+    if lacking.any() and not lacking.all():
+        raise ValueError(
+            f"The `{column}` in row {lacking.argmax()} of `{field}` is empty, and other rows have images. TRL processes a "
+            "batch with images in each row or in none: train on the two kinds of rows apart."
+        )

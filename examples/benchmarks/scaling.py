@@ -20,6 +20,7 @@ import tempfile
 import time
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -177,6 +178,23 @@ def measure(repeats: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def measure_replay() -> None:
+    """Print the peak memory with `sampling_support="replay"`, whose backward pass goes through all candidates."""
+    engine = SimpleNamespace(truncates=True, samples_from_the_policy=False)  # all that the loss asks of one
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(TimedPDM, folder, USUAL["vocabulary"])
+        trainer.use_vllm, trainer.vllm_generation = True, engine
+        for k in (20, 100):
+            batch, peaks = make_batch(k, 1024, USUAL["vocabulary"], trainer.model.device), {}
+            for support in ("full", "replay"):
+                trainer.args.sampling_support = support
+                run(trainer, batch, "exact")
+                peaks[support] = peak_bytes(trainer, batch, "exact")
+            print(
+                f"K = {k}: {peaks['replay'] / 1e6:.0f} MB, {peaks['replay'] / peaks['full']:.3f} of that without replay"
+            )
+
+
 def slope(x: pd.Series, y: pd.Series) -> float:
     """Of a straight line through the logarithms."""
     return np.polyfit(np.log(x), np.log(y), 1)[0]
@@ -212,10 +230,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/scaling"))
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--replay", action="store_true", help="only measure what `sampling_support='replay'` takes")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if not ON_GPU:
         torch.set_num_threads(1)  # CPU time is then time
+    if args.replay:
+        return measure_replay()
     results = measure(args.repeats)
     results.to_csv(args.output_dir / "scaling.csv", index=False)
     draw(results, args.output_dir / "scaling.png")
