@@ -36,13 +36,20 @@ CHAT = [[{"role": "assistant", "content": "four"}]]
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("my_rewards.py").write_text(REWARDS)
+    for name in ("my_rewards.py", "importable_rewards.py"):  # there is a module `my_rewards` of the recipes
+        Path(name).write_text(REWARDS)
     Path("broken.py").write_text("import nothing_of_this_name\n")
     return tmp_path
 
 
 def test_rewards_by_every_kind_of_name(folder):
-    names = ["accuracy_reward", "exact_match", "my_rewards.py:length", "my_rewards.length", "think_format_reward"]
+    names = [
+        "accuracy_reward",
+        "exact_match",
+        "my_rewards.py:length",
+        "importable_rewards.length",
+        "think_format_reward",
+    ]
     rewards = loading.load_rewards(names, [1.0, 2.0, 3.0, 4.0, 5.0], 100)
     assert rewards[0] is trl.rewards.accuracy_reward and rewards[4] is trl.rewards.think_format_reward
     assert rewards[1] is tasks.exact_match

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 def run_example(*flags, **env):
     command = [sys.executable, str(ROOT / "examples" / "train_pdm.py"), *map(str, flags)]
-    # Without what the tests set for themselves: it silences, too
-    ours = ("TOKENIZERS_PARALLELISM", "VLLM_LOGGING_LEVEL")
+    # Without what the tests set for themselves, which silences, too, and what an engine of this process has left
+    ours = ("TOKENIZERS_PARALLELISM", "VLLM_LOGGING_LEVEL", "VLLM_DIST_IDENT")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment | env
