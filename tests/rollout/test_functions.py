@@ -1,16 +1,19 @@
 """What a rollout function may return, and what is refused."""
 
 import math
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
 from tests.helpers import tiny
 from tests.helpers.references import reference_logps, unpadded
 from tests.rollout.helpers import GIVEN, Rollout, by_probability, generate, make_trainer
-from trl_pdm.rollout import (
-    fill_in,
-)
+from trl_pdm.rollout import check_not_all_nan, fill_in
+
+
+NAN = math.nan
 
 
 @pytest.mark.parametrize("env_mask", [False, True])
@@ -115,3 +118,28 @@ def test_fill_in_leaves_known_tokens_alone():
     fill_in((ids, logps), scored, {"sampling_per_token_logps": torch.tensor([[-3.0, -0.5, math.nan]])})
     assert ids.tolist() == [[[3, 4], [7, 6], [5, 2]]] and ids.dtype == torch.int32
     assert logps.tolist() == [[[-1.0, -2.0], [-0.5, -6.0], [-5.0, -4.0]]]
+
+
+def test_a_reward_function_may_generate_too(tmp_path):
+    """As one that asks the policy for its opinion: the batch keeps the behaviour policy of its own tokens."""
+    rollout = Rollout(give=GIVEN)
+    trainer = make_trainer(tmp_path, rollout)
+
+    def judged(prompts, completions, **kwargs):
+        trainer._generate(prompts)
+        return tiny.count_ones(completions)
+
+    trainer.reward_funcs = [judged]
+    for prompt_ids, completion_ids, _, logps in unpadded(generate(trainer)):
+        full = reference_logps(rollout.policy, prompt_ids, completion_ids)
+        torch.testing.assert_close(logps[:, 0], full.gather(1, torch.tensor(completion_ids)[:, None])[:, 0])
+
+
+@pytest.mark.parametrize(
+    "logprobs, refused", [([[NAN, 1.0]], False), ([[NAN, NAN]], True), ([[]], False), (None, False)]
+)
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_an_engine_that_says_nan_of_every_token_is_refused(kind, logprobs, refused):
+    given = None if logprobs is None else kind(logprobs)
+    with pytest.raises(ValueError, match="Every logprob") if refused else nullcontext():
+        check_not_all_nan(given)
