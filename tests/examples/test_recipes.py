@@ -1,6 +1,6 @@
 """Recipes for a task of one's own run as they are written, but for the size: a tiny model, and transformers generates.
 
-Those of one GPU run with vLLM in test_train_pdm.py, and servers in tests/test_distributed.py.
+One of one GPU runs with vLLM in test_train_pdm.py. A server's takes GPUs: test_configs.py only parses it.
 """
 
 import json

@@ -20,9 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 def run_example(*flags, **env):
     command = [sys.executable, str(ROOT / "examples" / "train_pdm.py"), *map(str, flags)]
-    # Without what the tests set for themselves, which silences, too, and what an engine of this process has left
-    ours = ("TOKENIZERS_PARALLELISM", "VLLM_LOGGING_LEVEL", "VLLM_DIST_IDENT")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    # Without what the tests set for themselves, which silences, too, and what engines of this process have left
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "TOKENIZERS_PARALLELISM" and (not name.startswith("VLLM_") or name.startswith("VLLM_CPU_"))
+    }
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment | env
     )
