@@ -2,8 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -128,7 +127,7 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
         # The advantages are held back until the forward has told which tokens may update: were they read earlier, the
         # loss would train without the mask.
         given = {name: value for name, value in inputs.items() if name not in ("advantages", "old_per_token_logps")}
-        with self._computing(_Loss(model, inputs, given)) as loss:
+        with self._during("_loss", _Loss(model, inputs, given)) as loss:
             try:
                 value = super().compute_loss(model, given, return_outputs, num_items_in_batch)
             except KeyError as error:
@@ -138,14 +137,6 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
         if not loss.scored:
             raise TRLCompatibilityError("`GRPOTrainer._compute_loss` no longer scores the batch it trains on.")
         return value
-
-    @contextmanager
-    def _computing(self, loss: _Loss) -> Iterator[_Loss]:
-        self._loss = loss
-        try:
-            yield loss
-        finally:
-            self._loss = None
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs

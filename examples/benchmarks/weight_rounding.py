@@ -16,7 +16,7 @@ logprobs of the sampled tokens. Printed are
 - both again for the trainer's own float32 forward with the weights as they were pushed (`weights`): what rounding alone
   does, without the engine's own arithmetic;
 - `kept`: the share of pushed weights that still have the value they had at the start;
-- `sync`: seconds, and the growth of the process's memory in it, in MB.
+- `seconds`: of the sync.
 
 `curves` trains all weights once with each rounding, and once with a float32 engine, from the same seed.
 
@@ -119,16 +119,6 @@ def logprobs(model, prompts, completions):
     return torch.cat(found).cpu()
 
 
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def memory(what: str) -> int:
-    """Of this process, in kB: `VmRSS` now, or `VmHWM` at most since `reset_peak`."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
-    return int(line.split()[1])
-
-
 class Measurement:
     """Syncs a trainer's weights with each rounding, and compares engine and trainer."""
 
@@ -156,11 +146,8 @@ class Measurement:
         for rounding in ROUNDINGS:
             generation._sync.rounding.mode = rounding
             generation.sync_weights()  # once to warm up
-            reset_peak()
-            before = memory("VmRSS")
             generation.sync_weights()
             row = {"updates": updates, "rounding": rounding, "seconds": generation.last_sync.seconds}
-            row["memory"] = (memory("VmHWM") - before) / 1000
             _, completions, sampled, _ = generation.generate(self.prompts, None, 1)
             row |= self.compare(lambda m, c=completions: logprobs(m, self.prompts, c), sampled, model, contextlib)
             self.rows.append(row)
@@ -291,7 +278,7 @@ def main() -> None:
         if args.figure:
             draw(found, args.figure)
         return
-    columns = ("change", "gap", "shown", "weights gap", "weights shown", "kept", "seconds", "memory")
+    columns = ("change", "gap", "shown", "weights gap", "weights shown", "kept", "seconds")
     print(f"{'':28}{'updates':>8} {'rounding':11}" + "".join(f"{column:>14}" for column in columns))
     for task, rows in found.items():
         for row in rows:

@@ -99,19 +99,21 @@ class TopKRolloutTrainer(GRPOTrainer):
     # ---- A rollout
 
     @contextmanager
-    def _rolling_out(self, rollout: _Rollout) -> Iterator[_Rollout]:
-        self._rollout = rollout
+    def _during(self, name: str, phase: Any) -> Iterator[Any]:
+        """A block in which the attribute `name` is `phase`."""
+        before = getattr(self, name)
+        setattr(self, name, phase)
         try:
-            yield rollout
+            yield phase
         finally:
-            self._rollout = None
+            setattr(self, name, before)
 
     def _generate_and_score_completions(self, inputs):
         # TRL scores the rollout a second time where several optimizer steps use it. PDM knows the behaviour policy
         # from the engine, or scores it below together with its top K.
         steps_per_rollout = self.args.steps_per_generation * self.num_iterations
         several_steps = self.args.gradient_accumulation_steps % steps_per_rollout != 0
-        with self._rolling_out(_Rollout(expects_scoring=several_steps)) as rollout:
+        with self._during("_rollout", _Rollout(expects_scoring=several_steps)) as rollout:
             batch = super()._generate_and_score_completions(inputs)
         if self._mode == "train":
             self._sampled_at = self.state.global_step
