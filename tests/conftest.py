@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -35,6 +36,23 @@ settings.load_profile("trl_pdm")
 
 # Accelerate asks for packages' metadata whenever it unwraps a model: to read them again is a quarter of a tiny training.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+
+# A worker of xdist takes whole files: those that take longest first, so that none is left running alone at the end
+FIRST = [
+    "examples/test_train_pdm.py",
+    "weight_sync/test_engine.py",
+    "test_trl_features.py",
+    "test_distributed.py",
+    "rollout/test_vllm.py",
+    "test_faults.py",
+    "gpu/test_make_gpu.py",
+    "gpu/test_triton_path.py",
+    "weight_sync/test_check.py",
+    "weight_sync/test_architectures.py",
+    "examples/test_alignment_study.py",
+    "examples/test_compare_masks.py",
+    "examples/test_notebook.py",
+]
 
 REQUIRE_VLLM = os.environ.get("TRL_PDM_REQUIRE_VLLM") == "1"
 VLLM_TESTS_PASSED = pytest.StashKey[int]()
@@ -96,6 +114,8 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=of_gpu)
         config.stash[GPU_TESTS_LEFT_OUT] = len(of_gpu)
         items[:] = [item for item in items if item not in of_gpu]
+    turns = {Path(__file__).parent / name: turn for turn, name in enumerate(FIRST)}
+    items.sort(key=lambda item: turns.get(item.path, len(FIRST)))
     needing_vllm = [item for item in items if item.get_closest_marker("vllm")]
     if needing_vllm and not config.option.collectonly and (reason := why_no_vllm()):
         for item in needing_vllm:

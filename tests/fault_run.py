@@ -19,6 +19,7 @@ from trl.generation import vllm_generation
 from tests.helpers import tiny
 from tests.helpers.processes import free_port
 from tests.helpers.trainers import TWO_STEPS, make_trainer
+from trl_pdm.rollout import rendezvous
 from trl_pdm.weight_sync import adapter_files, strategies
 
 
@@ -123,6 +124,8 @@ def train(folder, fault=None, resume=None, use_vllm=False):
         rollouts.append((prompts, completions))
         return tiny.count_ones(completions)
 
+    for name in rendezvous.VARIABLES:  # of an engine of the process that started this one
+        os.environ.pop(name, None)
     os.environ["MASTER_PORT"] = str(free_port())
     options = dict(use_vllm=True, vllm_gpu_memory_utilization=0.3, vllm_max_model_length=64) if use_vllm else {}
     vllm_generation.LLM = partial(getattr(vllm_generation, "LLM", None) or dict, enforce_eager=True)

@@ -4,7 +4,6 @@ Each run is a process of its own, forked from one that has imported everything.
 """
 
 import json
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from tests import fault_run
 from tests.fault_run import COMPLETE, INCOMPLETE
+from tests.helpers.processes import forked
 
 
 pytestmark = pytest.mark.slow
@@ -22,9 +22,7 @@ TIMEOUT = 120  # seconds
 
 @pytest.fixture(scope="module")
 def processes():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fault_run"])
-    return context
+    return forked()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from torch.testing import assert_close
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
+from tests.helpers.processes import in_two_processes
 from tests.helpers.shapes import shapes_checked
 from trl_pdm import topk_head as module
 from trl_pdm._hooks import SUPPORTED_TRL, TRLCompatibilityError
@@ -359,7 +360,7 @@ def head(request):
         yield make
 
 
-@pytest.mark.parametrize(("tokens", "slots"), [(256, 201), (20_000, 1)])
+@pytest.mark.parametrize(("tokens", "slots"), [(256, 201), pytest.param(20_000, 1, marks=pytest.mark.slow)])
 def test_memory_of_candidates(tokens, slots, head, tmp_path):
     scorer, ids = head(tokens, 1024, 150_001), torch.zeros(tokens, slots, dtype=torch.int32)
     limit = 64 * 2**20 + 4 * ids.numel()  # temporaries and result; all rows at once, or the logits, take more
@@ -367,7 +368,7 @@ def test_memory_of_candidates(tokens, slots, head, tmp_path):
     assert min(tokens * slots * 1024 * 2, tokens * 150_001 * 2) > limit or slots == 1
 
 
-@pytest.mark.parametrize("tokens", [3, 1000])
+@pytest.mark.parametrize("tokens", [3, pytest.param(1000, marks=pytest.mark.slow)])
 def test_memory_of_top_k(tokens, head, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 2**20)
     scorer, targets = head(tokens, 256, 20_001), torch.zeros(tokens, dtype=torch.long)
@@ -375,9 +376,8 @@ def test_memory_of_top_k(tokens, head, tmp_path, monkeypatch):
     assert peak < 4 * 2**20 + tokens * 21 * 8  # the copy of the head in another dtype, or the logits, take more
 
 
-def score_sharded(rank: int, store: str, batch: Batch) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def score_sharded(rank: int, batch: Batch) -> None:
+    torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     for name in ("llama", "phi"):
         for own_group in (True, False):  # in the root's group, the head is whole again during the model's forward
@@ -389,12 +389,11 @@ def score_sharded(rank: int, store: str, batch: Batch) -> None:
             fully_shard(model, mesh=mesh)
             assert isinstance(model.get_output_embeddings().weight, DTensor)
             check_both(model, batch, expected, "every position")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_sharded_lm_head(batch, tmp_path):
-    torch.multiprocessing.spawn(score_sharded, (str(tmp_path / "store"), batch), nprocs=2)
+def test_a_sharded_lm_head(batch):
+    in_two_processes(score_sharded, batch)
 
 
 @pytest.mark.parametrize("found", [None, "inverse_temperature"])

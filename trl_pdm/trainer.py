@@ -95,7 +95,8 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
         super().__init__(*init_args, **kwargs)
         show_bias_of_trained_rows(self.model)
         args = self.args
-        args.warn_of_options_without_effect()
+        if self.is_world_process_zero():
+            args.warn_of_options_without_effect()
         self._region = args.trust_region
         self._ratio_max = args.importance_ratio_max if args.mask_replaces_clipping else None
         if args.mask_replaces_clipping:

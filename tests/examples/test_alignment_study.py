@@ -1,10 +1,10 @@
 """The alignment study: its measurements against autograd, full logits and brute force, and its command line."""
 
 import math
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from tests.helpers import tiny
+from tests.helpers.processes import InThisProcess, forked
 
 
 ROOT = Path(__file__).parents[2]
@@ -154,22 +155,22 @@ def test_counts_by_hand():
     assert study.count(records, 3, "alone", True, "kl", 0.5, 2).tokens.sum() == 0
 
 
-def run_study(folder, *flags):
-    command = [sys.executable, str(ROOT / "examples" / "alignment_study.py"), "--output_dir", str(folder)]
-    done = subprocess.run([*command, *map(str, flags)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+def run_study(monkeypatch, folder, *flags):
+    monkeypatch.setattr(sys, "argv", ["alignment_study.py", "--output_dir", *map(str, (folder, *flags))])
+    study.main(study.parse_args())
 
 
 @pytest.mark.slow
-def test_given_model_and_prompts(tmp_path):
+def test_given_model_and_prompts(tmp_path, monkeypatch):
     model, size = tiny.save(tmp_path / "model"), len(tiny.tokenizer())
     (tmp_path / "prompts.txt").write_text("\n".join(f"{i} sheep and {i} " for i in range(12)))
     flags = ("--model_name_or_path", model, "--prompts", tmp_path / "prompts.txt", "--seeds", 2)
     flags += ("--prompts_per_seed", 8, "--num_generations", 4, "--steps", 4, "--max_completion_length", 6)
     flags += ("--learning_rate", 3e-3, "--top_k", size, 3, "--thresholds", 0.05)
-    for processes in (1, 2):
-        run_study(tmp_path / str(processes), *flags, "--processes", processes)
+    monkeypatch.setattr(study, "multiprocessing", SimpleNamespace(get_context=lambda method: forked()))
+    run_study(monkeypatch, tmp_path / "2", *flags, "--processes", 2)
+    monkeypatch.setattr(study, "ProcessPoolExecutor", InThisProcess)
+    run_study(monkeypatch, tmp_path / "1", *flags)
     for name in ("alignment.csv", "summary.csv"):  # the same seeds, the same numbers
         first, second = ((tmp_path / processes / name).read_bytes() for processes in "12")
         assert first == second and len(first) > 10_000
@@ -187,9 +188,11 @@ def test_given_model_and_prompts(tmp_path):
 
 
 @pytest.mark.slow
-def test_default_run(tmp_path):
-    flags = ("--seeds", 2, "--tiny_models", 1, "--warm_start_accuracy", 0.1, "--processes", 1)
-    output = run_study(tmp_path, *flags, "--prompts_per_seed", 32, "--learning_rate", 3e-3, "--thresholds", 0.05)
+def test_default_run(tmp_path, monkeypatch, capsys):
+    flags = ("--seeds", 2, "--tiny_models", 1, "--warm_start_accuracy", 0.1)
+    monkeypatch.setattr(study, "ProcessPoolExecutor", InThisProcess)
+    run_study(monkeypatch, tmp_path, *flags, "--prompts_per_seed", 32, "--learning_rate", 3e-3, "--thresholds", 0.05)
+    output = capsys.readouterr().out
     assert all(truth in output for truth in study.TRUTHS)
     summary = pd.read_csv(tmp_path / "summary.csv").set_index(["subset", "truth", "rate", "direction"])
     headline = summary[summary.breakdown == "headline"].value

@@ -1,6 +1,7 @@
 """The comparison of masks: its engine, its tasks, what it counts and concludes, and a short run of the whole command."""
 
-import os
+import contextlib
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from trl import TrlParser
 
 from tests.helpers import tiny
+from tests.helpers.processes import InThisProcess
 from trl_pdm import Evidence, TrustRegion
 
 
@@ -201,17 +204,14 @@ FLAGS = "--tasks addition --regimes stale --masks pdm none --seeds 0 1 --max_ste
 FLAGS += " --warm_start_accuracy 0.03 --learning_rate 2e-3 --max_completion_length 4"
 
 
-def run_example(folder, *flags):
-    command = [sys.executable, str(ROOT / "examples" / "compare_masks.py"), *FLAGS.split(), *map(str, flags)]
-    done = subprocess.run([*command, "--output_dir", str(folder)], capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def short_study(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("study")
-    return folder, run_example(folder, "--processes", 1)
+    folder, output = tmp_path_factory.mktemp("study"), io.StringIO()
+    parser = TrlParser(compare_masks.StudyArguments)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setattr(compare_masks, "ProcessPoolExecutor", InThisProcess)
+        compare_masks.main(*parser.parse_args_and_config([*FLAGS.split(), "--output_dir", str(folder)]))
+    return folder, output.getvalue()
 
 
 @pytest.mark.slow
@@ -239,7 +239,11 @@ def test_study_writes_its_runs_tables_and_figure(short_study):
 @pytest.mark.slow
 def test_study_is_deterministic_for_its_seeds(short_study, tmp_path):
     folder, output = short_study
-    again = run_example(tmp_path, "--processes", 2)
+    """As a command, whose runs are in a process of their own."""
+    command = [sys.executable, str(ROOT / "examples" / "compare_masks.py"), *FLAGS.split(), "--processes", "1"]
+    done = subprocess.run([*command, "--output_dir", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    again = done.stdout
     assert again[again.index("PDM against") :] == output[output.index("PDM against") :]
     for name in ("runs.csv", "summary.csv", "comparisons.csv"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 
-def run_example(*flags, **env):
-    command = [sys.executable, str(ROOT / "examples" / "train_pdm.py"), *map(str, flags)]
+def run_example(*flags, launcher=(), **env):
+    command = [sys.executable, *map(str, launcher), str(ROOT / "examples" / "train_pdm.py"), *map(str, flags)]
     # Without what the tests set for themselves, which silences, too, and what engines of this process have left
     environment = {
         name: value
@@ -124,24 +124,40 @@ def test_single_gpu_recipe_on_the_cpu(default_run, tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def test_any_model_and_dataset_without_vllm(tmp_path):
-    """A chat dataset from a file, LoRA, generation by transformers: the general path of the script."""
+def chats_without_vllm(tmp_path):
     model = tiny.save(tmp_path / "model")
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(model)
     rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "solution": f"${n + 1}$"} for n in range(10, 42)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    output = run_example(
+    return (
         *("--model_name_or_path", model, "--dataset_name", tmp_path / "chats.jsonl", "--use_vllm", "false"),
         *("--output_dir", tmp_path / "out", "--use_peft", "--lora_target_modules", "q_proj", "v_proj"),
         *("--max_completion_length", 6, "--num_generations", 2, "--gradient_accumulation_steps", 1),
         *("--steps_per_generation", 2, "--max_steps", 4, "--logging_steps", 1, "--bf16", "false"),
         *("--vllm_weight_sync", "adapter"),
     )
-    assert "Rollouts by transformers" in output
-    assert "These options have no effect here: `vllm_weight_sync='adapter'`" in output, "a warning of ours is heard"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_any_model_and_dataset_without_vllm_by_accelerate(tmp_path, processes):
+    """A chat dataset from a file, LoRA, generation by transformers: the general path of the script, as quiet as the other."""
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "configs" / "accelerate" / "cpu.yaml"]
+    if processes == 2:
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", 2, "--standalone"]  # as that file says
+    output = run_example(*chats_without_vllm(tmp_path), "--use_cpu", launcher=launcher, ACCELERATE_USE_CPU="1")
+    problems = f"Training {tmp_path / 'model'} on 32 problems: 4 steps of {8 * processes} completions, "
+    assert before_the_bar(output)[:3] == [
+        problems + "the bar says for how long.",
+        "Rollouts by transformers, without vLLM: slower.",
+        f"Results go to {tmp_path / 'out'}.",
+    ]
+    ours = ["These options have no effect here: `vllm_weight_sync='adapter'`", "The model trains with `lora_dropout="]
+    heard = before_the_bar(output)[3:]
+    assert len(heard) == 2 and all(said in line for said, line in zip(ours, heard, strict=True)), output
     history = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
     assert len([entry for entry in history if "trust_region/masked" in entry]) == 4
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
     assert Image.open(tmp_path / "out" / "training.png").size[0] > 500
+    assert output.strip().splitlines()[-1] == "Done."

@@ -64,6 +64,7 @@ def rows(output):
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path):
     done = run(tmp_path, "-m", "gpu", TRL_PDM_REHEARSE_GPU="1")
     header, rule, *found = rows(done.stdout)
@@ -78,6 +79,7 @@ def test_the_table(tmp_path):
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_without_a_gpu_each_check_is_skipped_by_name(tmp_path):
     done = run(tmp_path, "-m", "gpu", CUDA_VISIBLE_DEVICES="")
     assert [row[:2] for row in rows(done.stdout)[2:]] == [
@@ -89,6 +91,7 @@ def test_without_a_gpu_each_check_is_skipped_by_name(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_the_suite_leaves_them_out_and_says_so(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0
@@ -97,6 +100,7 @@ def test_the_suite_leaves_them_out_and_says_so(tmp_path):
     assert not rows(done.stdout)
 
 
+@pytest.mark.slow
 def test_it_ends_in_time_with_what_is_done(tmp_path):
     start = time.monotonic()
     done = run(tmp_path, "-m", "gpu", suite=SUITE + SLOW, TRL_PDM_REHEARSE_GPU="1", TRL_PDM_GPU_MINUTES="0.05")
@@ -105,6 +109,7 @@ def test_it_ends_in_time_with_what_is_done(tmp_path):
     assert done.returncode == pytest.ExitCode.INTERRUPTED
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_skipped(tmp_path):
     done = run(tmp_path, "-m", "gpu", TRL_PDM_REHEARSE_GPU="1", TRL_PDM_GPU_MINUTES="0")
     assert {tuple(row[1:3]) for row in rows(done.stdout)[2:]} == {

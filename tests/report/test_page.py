@@ -161,6 +161,7 @@ def test_settings_in_which_runs_differ_are_named(tmp_path):
     assert "Settings in which they differ" not in write_report(tmp_path / "a").read_text()
 
 
+@pytest.mark.slow
 def test_without_a_direction_the_legend_speaks_of_none(tmp_path):
     folder = synthetic_run(tmp_path / "run", steps=1, completions=1, length=4)
     (file,) = record_files(folder).values()
@@ -172,6 +173,7 @@ def test_without_a_direction_the_legend_speaks_of_none(tmp_path):
     assert "What is outside is held back, wherever its update leads." in text
 
 
+@pytest.mark.slow
 def test_tokens_are_a_picture_too_those_first_of_which_most_was_masked(tmp_path):
     folder = synthetic_run(tmp_path / "run", steps=1, completions=3, length=3)
     (file,) = record_files(folder).values()

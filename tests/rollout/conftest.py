@@ -1,5 +1,7 @@
 """One engine for the tests of a module."""
 
+from functools import partial
+
 import pytest
 import torch
 from trl.generation import vllm_generation
@@ -10,7 +12,9 @@ from tests.rollout.helpers import ENGINE, make_trainer, sync
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """A trainer with a vLLM engine, whose weights have moved since the engine loaded them."""
-    trainer = make_trainer(tmp_path_factory.mktemp("engine"), **ENGINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_generation, "LLM", partial(vllm_generation.LLM, enforce_eager=True))
+        trainer = make_trainer(tmp_path_factory.mktemp("engine"), **ENGINE)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(parameter.std() * 0.3 * torch.randn_like(parameter))

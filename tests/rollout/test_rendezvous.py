@@ -4,11 +4,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from trl.generation import vllm_generation
 
 from tests.gpu import trainings
+from tests.helpers.processes import forked
+from tests.helpers.trainers import make_trainer
 from trl_pdm.rollout import rendezvous
 
 
@@ -74,16 +78,10 @@ def test_several_processes_keep_their_meeting_place(monkeypatch, unset):
     assert os.environ["RANK"] == "1"
 
 
-# Both choose their ports before either listens: the marker files hold them until the other is as far
-TRAINING = """
-import sys, time
-from pathlib import Path
-from trl.generation import vllm_generation
-from tests.helpers import tiny
-from tests.helpers.trainers import ON_CPU
-from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer
-
-def main(mine, other):
+def train_beside(mine, other):
+    """Both choose their ports before either listens: the marker files hold them until the other is as far."""
+    for name in rendezvous.VARIABLES:
+        os.environ.pop(name, None)
     make_engine = vllm_generation.LLM
 
     def engine(**kwargs):
@@ -93,44 +91,27 @@ def main(mine, other):
         return make_engine(**kwargs, enforce_eager=True)  # compiling takes the most of its time
 
     vllm_generation.LLM = engine
-    args = PDMGRPOConfig(
-        output_dir=str(mine), per_device_train_batch_size=4, num_generations=2, max_completion_length=6, max_steps=2,
-        gradient_accumulation_steps=1, divergence_top_k=6, use_vllm=True, vllm_max_model_length=32, **ON_CPU,
-    )
-    trainer = PDMGRPOTrainer(
-        tiny.save(mine / "model"), reward_funcs=tiny.count_ones, args=args, train_dataset=tiny.prompts(),
-        processing_class=tiny.tokenizer(),
-    )
+    options = dict(use_vllm=True, vllm_max_model_length=32, vllm_gpu_memory_utilization=0.3, max_completion_length=6)
+    trainer = make_trainer(mine, gradient_accumulation_steps=1, max_steps=2, **options)
     trainer.train()
     assert trainer.state.global_step == 2
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
-"""
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_two_trainings_at_the_same_time_both_end_well(tmp_path, unset):
-    folders = [tmp_path / "one", tmp_path / "other"]
-    script = tmp_path / "training.py"
-    script.write_text(TRAINING)
-    environment = {k: v for k, v in os.environ.items() if k not in rendezvous.VARIABLES} | {"PYTHONPATH": str(ROOT)}
-    processes = []
+def test_two_trainings_at_the_same_time_both_end_well(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    processes = [forked().Process(target=train_beside, args=folders) for folders in ((one, other), (other, one))]
     try:
-        for mine, other in (folders, folders[::-1]):
-            mine.mkdir()
-            command = [sys.executable, str(script), str(mine), str(other)]
-            with (mine / "output").open("w") as output:
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
-                )
-        codes = [process.wait(timeout=500) for process in processes]
+        for folder, process in zip((one, other), processes, strict=True):
+            folder.mkdir()
+            process.start()
+        for process in processes:
+            process.join(500)
+        assert [process.exitcode for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join((folder / "output").read_text()[-2000:] for folder in folders)
 
 
 # ---- The suite

@@ -9,6 +9,10 @@ from transformers import AutoConfig
 from trl.generation import vllm_generation
 
 
+# Compiled, as engines are by default; to compile takes twice the time of the rest of a start
+COMPILED = [("qwen3", False, None, None, None, "vllm", "None"), ("qwen3", True, 8, None, None, "vllm", "None")]
+
+
 @pytest.fixture(autouse=True)
 def accelerate_state():
     PartialState(cpu=True)  # which accelerate's logger asks who may log
@@ -43,7 +47,8 @@ def engine_args(started, monkeypatch):
         if not any(kind[0] == model_type for model_type, *_ in started):  # experts have process groups of their own
             shut_down(started)
         if kind not in started:
-            started[kind] = LLM(**kwargs)
+            eager = dict(enforce_eager=kind not in COMPILED)
+            started[kind] = LLM(**eager | kwargs)
         for name in ("generate", "chat", "enqueue", "enqueue_chat"):  # what an earlier trainer has put there
             vars(started[kind]).pop(name, None)
         return started[kind]

@@ -3,10 +3,12 @@
 import copy
 import math
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from trl.generation import vllm_generation
 
 from tests.helpers import tiny
 from tests.helpers.references import T
@@ -143,22 +145,24 @@ def test_a_notable_difference_is_explained_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    return make_trainer(
-        tmp_path_factory.mktemp("engine"),
-        model=dict(tie_word_embeddings=True),
-        use_vllm=True,
-        vllm_dtype="float32",  # what is left between engine and trainer is then no rounding
-        vllm_gpu_memory_utilization=0.3,
-        vllm_max_model_length=64,
-        divergence_top_k=40,
-        per_device_train_batch_size=16,
-        **TWO_STEPS,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        max_steps=6,
-        sync_check_steps=1,
-        max_completion_length=T,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_generation, "LLM", partial(vllm_generation.LLM, enforce_eager=True))
+        return make_trainer(
+            tmp_path_factory.mktemp("engine"),
+            model=dict(tie_word_embeddings=True),
+            use_vllm=True,
+            vllm_dtype="float32",  # what is left between engine and trainer is then no rounding
+            vllm_gpu_memory_utilization=0.3,
+            vllm_max_model_length=64,
+            divergence_top_k=40,
+            per_device_train_batch_size=16,
+            **TWO_STEPS,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            max_steps=6,
+            sync_check_steps=1,
+            max_completion_length=T,
+        )
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,7 @@ def test_unchanged_weights_do_not_flicker_and_larger_ones_are_not_rounded_to_les
     assert torch.equal(before[::2], after[::2]) and (before <= after)[positive].all()
 
 
+@pytest.mark.slow
 def test_another_process_gets_the_same_bits():
     code = (
         "import torch; from trl_pdm.weight_sync.rounding import round_stochastically as r;"
