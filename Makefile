@@ -27,10 +27,12 @@ train: .venv/.installed  ## Train the example (ARGS="--max_steps 20")
 	$(BIN)/python examples/train_pdm.py $(ARGS)
 
 test: .venv/.installed  ## Run the whole suite, fast and slow, in two processes (PYTEST_ARGS="-n 8 -k vllm")
-	$(BIN)/python -m pytest $(TWO) $(PYTEST_ARGS)
+	@echo "All tests, with real vLLM engines and processes: about 8 minutes on two cores. make test-fast: one minute."
+	@$(BIN)/python -m pytest $(TWO) $(PYTEST_ARGS)
 
 test-fast: .venv/.installed  ## Run the tests that start no vLLM engine and no processes
-	$(BIN)/python -m pytest $(TWO) -m "not slow" $(PYTEST_ARGS)
+	@echo "The tests that start no vLLM engine and no processes: about a minute on two cores. All: make test."
+	@$(BIN)/python -m pytest $(TWO) -m "not slow" $(PYTEST_ARGS)
 
 gpu: .venv/.installed  ## Check in 30 minutes what only an NVIDIA GPU can show; ends in a table to paste into an issue
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT && \

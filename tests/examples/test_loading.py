@@ -1,7 +1,7 @@
 """A reward, a tool or a dataset of one's own is found by its name, or refused in one sentence."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -163,14 +163,17 @@ def test_reasoning_gym_grades_its_own_problems():
     loading.check_columns([graded], dataset["train"])
 
 
-@pytest.mark.slow
-def test_the_example_says_so_in_one_line_before_a_model_is_loaded(tmp_path):
+def test_the_example_says_so_in_one_line_before_a_model_is_loaded(tmp_path, monkeypatch, capsys):
     """The model does not exist: had it been looked for, that would be the error."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}')
-    command = [sys.executable, ROOT / "examples" / "train_pdm.py", "--model_name_or_path", tmp_path / "no_model"]
-    command += ["--dataset_name", tmp_path / "rows.jsonl", "--reward_funcs", "mine.py:length", "--bf16", "false"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == (
-        f"train_pdm.py: `reward_funcs` 'mine.py:length': there is no file 'mine.py' in '{tmp_path}'.\n"
+    command = ["train_pdm.py", "--model_name_or_path", "no_model", "--dataset_name", "rows.jsonl"]
+    command += ["--reward_funcs", "mine.py:length", "--bf16", "false", "--use_cpu"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "examples" / "train_pdm.py"), run_name="__main__")
+    # What Python writes to the standard error, and ends with code 1
+    assert (
+        end.value.code == f"train_pdm.py: `reward_funcs` 'mine.py:length': there is no file 'mine.py' in '{tmp_path}'."
     )
+    assert capsys.readouterr().out == ""
