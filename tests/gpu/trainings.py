@@ -255,6 +255,9 @@ def make(
     return make_trainer(folder, cls, model=model, peft_config=peft_config, **options)
 
 
+ONE_ROLLOUT = dict(max_steps=2)  # enough for what depends on a kernel, and Triton's interpreter is slow
+
+
 def train(folder, tile=None, **settings) -> dict:
     """A training's `logs` and its `start` and `end` weights, one vector each."""
     with (
@@ -285,6 +288,6 @@ if __name__ == "__main__":
     kernels = type(chunked_logprob._forward_kernel).__name__, type(chunked_logprob._backward_kernel).__name__
     for name in sys.argv[2:] or TRAININGS:
         with triton(), counted_rows() as rows:
-            outcome = train(out / "trainer", **TRAININGS[name])
+            outcome = train(out / "trainer", **TRAININGS[name] | ONE_ROLLOUT)
         torch.save(outcome | {"rows": rows, "kernels": kernels}, out / "partial")
         (out / "partial").rename(out / f"{name}.pt")  # who waits for it sees all of it or none
