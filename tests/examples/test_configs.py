@@ -82,7 +82,7 @@ def commands():
                 )
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", list(commands()))
 def test_commands_as_they_are_written(command, monkeypatch):
     """Each flag exists, and the model comes with a dataset."""
     monkeypatch.chdir(ROOT)
