@@ -7,6 +7,7 @@ expectation is the weight itself: of many weights that each move a little, the r
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -19,7 +20,7 @@ from .parameters import Params, adapted_names, computing_with, frozen_names, is_
 # Of accelerate's `mixed_precision`: what the trainer's matrix products round weights to, to nearest
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
-# Elements rounded at a time: what stays in a core's cache, and what keeps a GPU busy. Even, as a hash serves two.
+# Elements rounded at a time: what stays in a core's cache, and what keeps a GPU busy
 _CHUNK = {"cpu": 1 << 18}
 _CHUNK_ELSEWHERE = 1 << 24
 
@@ -130,25 +131,25 @@ def round_stochastically(tensor: Tensor, dtype: torch.dtype, name: str, seed: in
         seed (`int`, *optional*, defaults to `0`): sets one dither apart from the next.
 
     Returns:
-        `torch.Tensor`: of `dtype` and the tensor's shape, contiguous, with memory of its own. Its expectation is exact
-        from float32 to bfloat16, and otherwise to 2^-17 of the spacing of `dtype`.
+        `torch.Tensor`: of `dtype` and the tensor's shape, contiguous, with memory of its own. Its expectation is
+        the tensor to 2^-16 of the spacing of `dtype`.
     """
     rounded = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     if is_held_by(tensor.dtype, dtype):
         return rounded.copy_(tensor)
     flat_in, flat_out = tensor.detach().reshape(-1), rounded.view(-1)
     round_chunk = _float32_to_bfloat16 if (tensor.dtype, dtype) == (torch.float32, torch.bfloat16) else _to_grid
-    key, size = _key(name, seed), _CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE)
+    size = _CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE)
     for start in range(0, flat_in.numel(), size):
         source, target = flat_in[start : start + size], flat_out[start : start + size]
-        round_chunk(source, target, _dither(start, source.numel(), key, tensor.device))
+        round_chunk(source, target, _dither(start, source.numel(), f"{seed}:{name}", tensor.device))
     return rounded
 
 
 def _float32_to_bfloat16(source: Tensor, target: Tensor, dither: Tensor) -> None:
     # bfloat16 is the upper half of float32, so a carry out of the lower half is a step to the next value away from zero.
-    # The dither is signed, hence the offset to 0 ... 65535.
-    bits = (source.view(torch.int32) + dither).add_(1 << 15).bitwise_and_(-1 << 16)
+    # Twice the dither is even and up to 65534, which never carries from a lower half of zero.
+    bits = torch.add(source.view(torch.int32), dither, alpha=2).bitwise_and_(-1 << 16)
     target.copy_(bits.view(torch.float32))
     largest = torch.finfo(target.dtype).max
     low, high = source.aminmax()
@@ -163,7 +164,7 @@ def _to_grid(source: Tensor, target: Tensor, dither: Tensor) -> None:
     smallest = int(torch.tensor(info.smallest_normal, dtype=torch.float64).view(torch.int64)) >> 52
     steps = int(torch.tensor(info.eps, dtype=torch.float64).view(torch.int64)) - (1023 << 52)
     spacing = ((size.view(torch.int64) >> 52).clamp(min=smallest) << 52).add_(steps).view(torch.float64)
-    on_grid = (size / spacing + (dither.double() + 32768.5) / 65536).floor_() * spacing
+    on_grid = (size / spacing + (dither.double() + 0.5) / 32768).floor_() * spacing
     target.copy_(_without_overflow(torch.where(size.isinf(), size, on_grid), info.max).copysign_(source))
 
 
@@ -171,30 +172,31 @@ def _without_overflow(values: Tensor, largest: float) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-largest, largest))
 
 
-# Odd, with bits evenly mixed; `_dither`'s tests say whether they will do
-_MULTIPLIERS = (0x9E3779B1, 0xA3D9C6E5, 0xC2B2AE35)
-_SHIFTS = (15, 13, 16)
+# A hash of every position costs more than the rounding itself. So each block of positions reads a stretch of one table of
+# random numbers, from a place of its own and with bits flipped of its own: any two weights are rounded independently.
+_BLOCK = 1 << 18
 
 
-def _signed(word: int) -> int:
-    return word - ((word & 0x80000000) << 1)
+@cache
+def _table(device: torch.device) -> Tensor:
+    drawn = torch.Generator().manual_seed(0)
+    table = torch.randint(1 << 15, (2 * _BLOCK,), generator=drawn, dtype=torch.int16, device="cpu")
+    return table.to(device)
 
 
-def _key(name: str, seed: int) -> list[int]:
-    """Three words of a tensor's own. Not `hash`, which differs between processes."""
-    digest = blake2b(f"{seed}:{name}".encode(), digest_size=12).digest()
-    return [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4, 8)]
-
-
-def _dither(start: int, count: int, key: list[int], device: torch.device) -> Tensor:
-    """Independent, uniform 16-bit integers for the positions from `start`, which is even: `(count,)`, int16.
-
-    An integer hash of the position, whose 32 bits serve two positions. Multiplications wrap around on every device.
-    """
-    words = torch.arange(start // 2, (start + count + 1) // 2, dtype=torch.int32, device=device)
-    shifted = torch.empty_like(words)
-    for word, multiplier, shift in zip(key, _MULTIPLIERS, _SHIFTS, strict=True):
-        words.add_(word).mul_(_signed(multiplier))
-        torch.bitwise_right_shift(words, shift, out=shifted)
-        words.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))  # the shift drags the sign along
-    return words.view(torch.int16)[:count]
+def _dither(start: int, count: int, key: str, device: torch.device) -> Tensor:
+    """Uniform 15-bit integers for the positions from `start`: `(count,)`, int16. The same on each process and device."""
+    table, dither, done = _table(device), torch.empty(count, dtype=torch.int16, device=device), 0
+    while done < count:
+        block, first = divmod(start + done, _BLOCK)
+        size = min(_BLOCK - first, count - done)
+        digest = blake2b(
+            f"{key}:{block}".encode(), digest_size=8
+        ).digest()  # not `hash`, which differs between processes
+        begin, flips = (
+            first + int.from_bytes(digest[:4], "little") % _BLOCK,
+            int.from_bytes(digest[4:], "little") >> 17,
+        )
+        torch.bitwise_xor(table[begin : begin + size], flips, out=dither[done : done + size])
+        done += size
+    return dither
