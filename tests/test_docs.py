@@ -114,6 +114,17 @@ def test_relative_link_leads_somewhere(document, link):
     assert not anchor or anchor in anchors(target)
 
 
+def test_messages_point_to_pages_that_exist():
+    sources = {path: path.read_text() for path in ROOT.glob("trl_pdm/**/*.py")}
+    named = {
+        (path.stem, page)
+        for path, text in sources.items()
+        for page in re.findall(r"\(see (docs/[\w./-]+\.md)\)", text)
+    }
+    assert {stem for stem, _ in named} >= {"noise", "vllm", "rounding", "check", "config"}
+    assert [page for _, page in named if not (ROOT / page).is_file()] == []
+
+
 # ---- Pages
 
 

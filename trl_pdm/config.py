@@ -64,7 +64,7 @@ class PDMGRPOConfig(GRPOConfig):
     |----------------|----------------|------------------------------------------------------------------------------|
     | `"divergence"` | `"predictive"` | PDM ([arXiv:2607.10848](https://huggingface.co/papers/2607.10848))           |
     | `"divergence"` | `"ratio"`      | DPPO ([arXiv:2602.04879](https://huggingface.co/papers/2602.04879))          |
-    | `"divergence"` | `"none"`       | prime-rl, with `divergence="tv"` and `divergence_support="binary"`           |
+    | `"divergence"` | `"none"`       | no paper: a symmetric mask, as some trainers use                             |
     | `"ratio"`      | `"ratio"`      | PPO and GRPO: with `importance_ratio_max=None`, TRL's own gradients          |
     | `"ratio"`      | `"none"`       | IcePop                                                                       |
     | `"ratio"`      | `"predictive"` | PPO's region with the predictive direction                                   |
@@ -468,7 +468,10 @@ class PDMGRPOConfig(GRPOConfig):
         if not isinstance(self.log_token_assessments, int) or self.log_token_assessments < 0:
             refuse("log_token_assessments", "a number of completions, or 0 for none")
         if self.vllm_dtype != "auto" and self.vllm_mode != "colocate":
-            refuse("vllm_dtype", "'auto' with a vLLM server, whose dtype is set by its own `--dtype`")
+            refuse(
+                "vllm_dtype",
+                "'auto' with a vLLM server, whose dtype is set by its own `--dtype` (see docs/weight-sync-and-lora.md)",
+            )
         if self.vllm_quantization is not None and self.vllm_mode != "colocate":
             refuse("vllm_quantization", "`None` with a vLLM server, which is quantized by its own flags")
         if not isinstance(self.sync_check_steps, int) or self.sync_check_steps < 0:

@@ -49,7 +49,8 @@ def warn_of(found: dict[str, str]) -> None:
     if found:
         logger.warning(
             f"The model trains with {', '.join(found)}, which moves its logprobs at random: the trust region takes that "
-            f"for divergence and masks tokens for it, before any update. Set {', '.join(dict.fromkeys(found.values()))}."
+            "for divergence and masks tokens for it, before any update (see docs/metrics-and-troubleshooting.md). "
+            f"Set {', '.join(dict.fromkeys(found.values()))}."
         )
 
 

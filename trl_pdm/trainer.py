@@ -163,7 +163,7 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
         return self._apply_trust_region(loss, evidence, logps, entropy, mask), entropy, *others
 
     def _gather_evidence(self, loss, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs):
-        """The two policies at the tokens of a micro-batch, before what TRL's own forward yields."""
+        """Score a micro-batch. Returns its [`Evidence`], followed by what TRL's own method returns."""
         ids = loss.given["behavior_topk_ids"]
         with topk_head(
             attention_mask,
@@ -188,9 +188,15 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
         return evidence, *outputs
 
     def _apply_trust_region(self, loss, evidence, logps, entropy, mask) -> Tensor:
-        """Add to `loss.given` what TRL's loss is to use, all `(B, T)`: `advantages`, zero where masked, and the behaviour
-        logprobs, truncated as `old_per_token_logps` and as they are for the sequence mask of
-        `off_policy_mask_threshold`. Returns the training policy's logprobs, over the tokens that sampling left."""
+        """Mask a micro-batch: add to `loss.given` what TRL's loss is to use, each `(B, T)`.
+
+        - `advantages`: 0 where masked.
+        - `old_per_token_logps`: the behaviour logprobs, raised where the ratio is truncated.
+        - `sampling_per_token_logps`: the behaviour logprobs as they are, for `off_policy_mask_threshold`.
+
+        Returns the training policy's logprobs. With `sampling_support="replay"` they are normalised over the tokens that
+        truncated sampling left.
+        """
         advantages, known = loss.batch["advantages"], dict[str, Any]()
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         replays = self.args.sampling_support == "replay"
@@ -199,7 +205,7 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
             replayed, complete, log_mass = replay_support(evidence)
             known |= dict(support_known=complete, log_surviving_mass=log_mass.detach())
             if replays:
-                # The entropy is that of the whole vocabulary: not of what the step changes then
+                # The entropy at hand is the whole vocabulary's. The step changes that of the surviving tokens
                 evidence, logps, entropy = replayed, logps - log_mass, None
         assessment = self._region.assess(evidence, advantages, entropy)
         base = ratio_base(evidence, self._ratio_max)

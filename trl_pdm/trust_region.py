@@ -179,7 +179,7 @@ class TrustRegion:
     |----------------|----------------|------------------------------------------------------|
     | `"divergence"` | `"predictive"` | PDM's                                                |
     | `"divergence"` | `"ratio"`      | DPPO's                                               |
-    | `"divergence"` | `"none"`       | prime-rl's default, with `"tv"` on `"binary"`        |
+    | `"divergence"` | `"none"`       | a symmetric one, as some trainers use                |
     | `"ratio"`      | `"ratio"`      | PPO's and GRPO's                                     |
     | `"ratio"`      | `"none"`       | IcePop's                                             |
 
@@ -362,6 +362,10 @@ def replay_support(
     Such sampling renormalises the behaviour policy over the surviving tokens, so their probabilities sum to 1; where
     those of the candidates do not, some survivors are not among them, and the evidence stays as it is.
 
+    Args:
+        evidence ([`Evidence`]):
+            The two policies. Its `behavior_logps` are those over the survivors, as vLLM returns them.
+
     Returns:
         `tuple[Evidence, Tensor, Tensor]`: the evidence over the survivors, without gradient; `complete` (bool,
         `"*batch"`), whether all survivors are known; and `log_mass` (float, `"*batch"`), the log-probability in nats of
@@ -394,6 +398,9 @@ def ratio_base(evidence: Evidence, ratio_max: float | None) -> Float[Tensor, "*b
             The two policies.
         ratio_max (`float` or `None`):
             The constant `C`, `None` for no truncation.
+
+    Returns:
+        `Tensor`: in nats, of shape `"*batch"` and without gradient.
     """
     sampled, policy = evidence.behavior_logps[..., 0], evidence.policy_logps[..., 0]
     base = torch.where(sampled.isfinite(), sampled, policy)

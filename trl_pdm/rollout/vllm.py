@@ -296,7 +296,7 @@ class TopKVLLMGeneration(VLLMGeneration):
                 "vLLM's sampling is truncated (`top_p`, `top_k`, `min_p`, structured outputs and the like), which "
                 "renormalises its logprobs over the tokens that survive; the training policy's are not. Here that adds "
                 f"{bias:+.3f} nats to a token's log-ratio on average, and its like to the divergence. "
-                "`sampling_support='replay'` removes it."
+                "`sampling_support='replay'` removes it (see docs/rollouts-and-tools.md)."
             )
         if sampling_support == "replay" and (unknown or 0) > MUCH_UNKNOWN and not self._told_of_unknown_support:
             self._told_of_unknown_support = True

@@ -193,7 +193,8 @@ class SyncCheck:
         raise WeightSyncError(
             f"Right after a weight sync, the logprobs that vLLM sampled differ from the training policy's by {mean:.3f} "
             f"nats on average and {largest:.3f} at most, more than `sync_check_threshold={self.threshold}` allows: the "
-            f"engine does not hold the trainer's weights. {blame} Do not train on; report it, or set `use_vllm=False`."
+            f"engine does not hold the trainer's weights. {blame} Do not train on; report it, or set `use_vllm=False` "
+            "(see docs/weight-sync-and-lora.md)."
         )
 
 

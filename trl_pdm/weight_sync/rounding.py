@@ -84,8 +84,9 @@ class WeightRounding:
     @property
     def advice(self) -> str:
         """What to set where rounding takes away what was learned."""
-        finer = "`vllm_dtype='float32'` (`--dtype float32` of a server)"
-        return f"Set {finer}" + (" or `vllm_weight_rounding='stochastic'`." if self.mode == "nearest" else ".")
+        finer = "`vllm_dtype='float32'` (with a vLLM server: start it with `--dtype float32`)"
+        or_else = " or `vllm_weight_rounding='stochastic'`" if self.mode == "nearest" else ""
+        return f"Set {finer}{or_else} (see docs/weight-sync-and-lora.md)."
 
     @property
     def can_round_the_trainer(self) -> bool:
