@@ -218,12 +218,13 @@ Yes, where the difference in the table is much smaller than "moved", the number 
 `python -m tests.weight_sync.architectures`, here with transformers {transformers}, vLLM {vllm} and PEFT {peft}.
 
 Each line is a tiny model of two layers with random weights, biases, norms and scalings. It trains four steps at a high
-learning rate, in float32, with a weight sync after each two. Then vLLM, on a CPU, samples 192 tokens. The table shows the
-mean absolute difference, in nats, between the logprobs that vLLM returns and those of the trainer's full logits. The engine computes in bf16, which explains a difference of some hundredths at the most. "Moved" is what the
-difference would be had nothing been synced after the start. LoRA is of all linear layers. Its way is what
-`vllm_weight_sync="auto"` chooses: the adapter alone, or the merged weights ("full") where vLLM cannot serve the adapter.
-"As loaded" is a difference that an untouched checkpoint has already: there vLLM on a CPU computes something else than
-transformers. No weight sync mends that, and the trust region takes it for divergence.
+learning rate, in float32, with a weight sync after each two. Then vLLM, on a CPU, samples 192 tokens. The table shows
+the mean absolute difference, in nats, between the logprobs that vLLM returns and those of the trainer's full logits.
+The engine computes in bf16, which explains a difference of some hundredths at the most. "Moved" is what the difference
+would be had nothing been synced after the start. LoRA is of all linear layers. Its way is what
+`vllm_weight_sync="auto"` chooses: the adapter alone, or the merged weights ("full") where vLLM cannot serve the
+adapter. "As loaded" is a difference that an untouched checkpoint has already: there vLLM on a CPU computes something
+else than transformers. No weight sync mends that, and the trust region takes it for divergence.
 
 | architecture | full fine-tuning | moved | LoRA | moved | the way of LoRA |
 |---|---|---|---|---|---|
