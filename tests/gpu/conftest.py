@@ -43,6 +43,7 @@ def pytest_collection_finish(session):
     """What still runs when the time is over is interrupted, as from the keyboard: the table comes nevertheless."""
     session.config.stash[START] = time.monotonic()
     if any(item.get_closest_marker("gpu") for item in session.items):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
         timer = threading.Timer(seconds_left(session.config) + GRACE, os.kill, (os.getpid(), signal.SIGINT))
         timer.daemon = True
         timer.start()
