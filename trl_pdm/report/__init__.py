@@ -1,11 +1,11 @@
 """
-A run's curves, and the tokens that its mask holds back, as one page that needs nothing else.
+The report of a run: one HTML page with its curves, and with the tokens that its mask held back.
 
     python -m trl_pdm.report RUN_DIR [--compare OTHER_RUN ...] [--step N]
 
-writes `RUN_DIR/report.html` and the figures, `RUN_DIR/report/*.png`. It reads what the run logged, in a
-`trainer_state.json` or the example's `metrics.json`, its `run_settings.json`, and the token records of
-`log_token_assessments`.
+This writes `RUN_DIR/report.html`, which needs no other file, and the pictures apart, into `RUN_DIR/report`. It reads the
+run's logs (`trainer_state.json`, or the example's `metrics.json`), its settings (`run_settings.json`) and the tokens
+recorded with `log_token_assessments`.
 """
 
 from .page import write_report

@@ -1,4 +1,4 @@
-"""Write a run's curves, and the tokens that its mask holds back, as one page."""
+"""Write the report of a run: one HTML page with its curves, and with the tokens that its mask held back."""
 
 import argparse
 from collections.abc import Sequence

@@ -10,8 +10,8 @@ from typing import Any
 from .runs import BAND, ReportError, Run
 
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart. A run alone has a colour a metric; of several, each
-# has one, and a line style a metric.
+# Okabe and Ito's palette, which colour-blind readers can tell apart. Of a single run, each metric has its colour. Of
+# several, each run has its colour, and each metric its line style.
 COLOURS = {
     "light": ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
     "dark": ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00"),
@@ -27,13 +27,13 @@ THEMES = {
 # Narrow, so that its letters can be read where the page is as wide as a phone
 SIZE, DPI = (5.0, 3.4), 200
 THRESHOLD_LINE = dict(linewidth=1, linestyle=(0, (1, 3)))
-MANY_STEPS = 40  # from here on a line without markers
+MANY_STEPS = 40  # a line of this many points has no markers
 MAX_NAME = 30
 
 UNITS = {"kl": "KL divergence (nats)", "reverse_kl": "reverse KL divergence (nats)", "tv": "total variation"}
 
 
-# What others log, beside this package's own metrics, which say themselves what they mean
+# Of TRL's metrics. This package's own declare what they mean.
 MEANINGS = {
     "reward": "mean reward of the completions trained on",
     "eval_reward": "mean reward of the completions of the evaluation",
@@ -44,7 +44,7 @@ MEANINGS = {
 
 @dataclass
 class Curves:
-    """One plot: its metrics, with their names in the legend. Those `of_one_run` are not drawn of several."""
+    """One plot. `metrics` are its lines, each with its name in the legend; `of_one_run` are left out with several runs."""
 
     unit: str
     metrics: dict[str, str]
@@ -59,7 +59,7 @@ class Curves:
 
 @dataclass
 class Figure:
-    """A title over one plot or several, whose steps are the same."""
+    """A title over one or more plots, which share the axis of steps."""
 
     title: str
     plots: tuple[Curves, ...]
@@ -98,7 +98,12 @@ FIGURES = {name: Figure(title, tuple(plots)) for name, title, *plots in (
 
 
 def draw(drawn: Figure, runs: list[Run], theme: str) -> bytes | None:
-    """A figure as PNG, `None` where no run has its data."""
+    """
+    Draw a figure as PNG. Returns `None` where no run has logged its metrics.
+
+    Raises:
+        ReportError: matplotlib is not installed.
+    """
     try:
         import matplotlib.figure
     except ImportError as error:
@@ -150,7 +155,7 @@ def _plot(axes, plot: Curves, runs: list[Run], theme: str) -> None:
             *(Patch(color=c, label=_shortened(run.name)) for c, run in zip(colours, runs, strict=False)), *handles
         ]  # fmt: skip
     if is_divergence:
-        # The widest pair of quantiles says least of several runs
+        # Of several runs the wide bands would hide each other
         bands = {"50 % of recorded tokens": BAND[1:3]} | ({} if many else {"90 %": (BAND[0], BAND[3])})
         recorded = [(run.quantiles, c) for run, c in zip(runs, colours, strict=False) if run.quantiles is not None]
         for low, high in bands.values() if recorded else ():
@@ -184,7 +189,7 @@ def _logarithmic(axes, values: list[float]) -> None:
     positive = [value for value in values if value > 0]
     if not positive:
         return
-    # Right after a rollout both policies are the same: what is left then is rounding, of no interest
+    # Right after a rollout the policies are the same, and their divergence is rounding: the axis leaves that out
     top, bottom = max(positive), max(min(positive), max(positive) * 1e-4)
     axes.set_yscale("log")
     axes.set_ylim(bottom * 0.8, top * 1.25)
@@ -198,7 +203,7 @@ def _shortened(name: str) -> str:
 
 
 def explain(drawn: Figure, runs: list[Run]) -> list[tuple[str, str]]:
-    """Each line of a figure: its name in the logs, and what it means."""
+    """The metrics of a figure, each with what it means."""
     from ..metrics import METRICS
 
     meanings = MEANINGS | {metric.name: metric.meaning for metric in METRICS}
@@ -207,7 +212,7 @@ def explain(drawn: Figure, runs: list[Run]) -> list[tuple[str, str]]:
 
 @dataclass
 class Picture:
-    """A figure in light and in dark colours, as data URLs, and the meaning of its lines."""
+    """A figure as data URLs, in light and in dark colours, with its metrics and what they mean."""
 
     title: str
     meanings: list[tuple[str, str]]
@@ -216,10 +221,10 @@ class Picture:
 
 
 def draw_all(runs: list[Run], folder: Path) -> Iterator[Picture]:
-    """Draw every figure that has data, into `folder` too, in light colours."""
+    """Draw every figure that has data, and write it into `folder` in light colours."""
     folder.mkdir(exist_ok=True)
     for name, figure in FIGURES.items():
-        (folder / f"{name}.png").unlink(missing_ok=True)  # that of an earlier report
+        (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier report
         drawn = {theme: png for theme in THEMES if (png := draw(figure, runs, theme))}
         if drawn:
             (folder / f"{name}.png").write_bytes(drawn["light"])

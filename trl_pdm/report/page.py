@@ -1,4 +1,4 @@
-"""The page: what the runs did, in words, numbers, curves and tokens, laid out by `page.html.j2` and `page.css`."""
+"""The report's page: words, numbers, curves and tokens, laid out by `page.html.j2` and `page.css`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-# Heading: what is read, how it is printed, and which of its values
+# The columns of the table of runs: a metric, its format, and how its values become one number
 COLUMNS: dict[str, tuple[str, str, Callable[[list[float]], float]]] = {
     "reward, first": ("reward", "{:.3g}", lambda values: values[0]),
     "reward, last": ("reward", "{:.3g}", lambda values: values[-1]),
@@ -26,19 +26,19 @@ COLUMNS: dict[str, tuple[str, str, Callable[[list[float]], float]]] = {
 
 def write_report(run_dir: str | Path, compare: Sequence[str | Path] = (), step: int | None = None) -> Path:
     """
-    Write the report of a run, with the curves of other runs beside its own. Its pictures are also files in `report/`,
-    beside the page.
+    Write the report of a run into its folder: `report.html`, and its pictures in `report/`.
 
     Args:
         run_dir (`str` or `Path`): the run's `output_dir`.
-        compare (`Sequence`): those of the other runs.
-        step (`int`, *optional*): whose token records to show, by default the last that there are.
+        compare (`Sequence`, *optional*): the `output_dir` of each run to draw beside it.
+        step (`int`, *optional*): the step whose recorded tokens to show, by default the last.
 
     Returns:
-        `Path`: the page.
+        `Path`: of the page.
 
     Raises:
-        ReportError: There is nothing to read or to draw with, or there are more runs than colours.
+        ReportError: A folder holds no logs, no tokens were recorded at `step`, there are more runs than colours, or
+            matplotlib or Jinja2 is missing.
     """
     paths = [Path(run_dir), *map(Path, compare)]
     if len(paths) > MAX_RUNS:
@@ -80,7 +80,7 @@ def _render(**parts) -> str:
 
 
 def _row(run: Run) -> list[str]:
-    """How far a run went, and what came of it. A dash for what was not logged."""
+    """The run's row of the table, with a dash for what was not logged."""
     found = [(run.series(metric)[1], form, reduce) for metric, form, reduce in COLUMNS.values()]
     return [
         run.name,

@@ -1,4 +1,4 @@
-"""What a run leaves for its report: what the trust region said about each token of a few completions, and settings."""
+"""What a run writes for its report: its settings, and what the trust region said about the tokens of a few completions."""
 
 import json
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FOLDER = "token_assessments"
 SETTINGS_FILE = "run_settings.json"
-# Stored beside the rows, so that a reader knows which divergence they are of and where it ended
+# Stored beside the rows: which divergence they hold, and where the trust region ended
 SETTINGS = ("divergence", "divergence_threshold", "divergence_threshold_high", "proximity", "direction")
 ASSESSED = ("divergence", "predicted_change", "outside", "keep")
 MAX_TOKENS_A_CHARACTER = 4  # the bytes of a UTF-8 character
@@ -28,13 +28,14 @@ MAX_TOKENS_A_CHARACTER = 4  # the bytes of a UTF-8 character
 
 class TokenRecords:
     """
-    Keeps the last training micro-batch's first completions, which are in random order, and writes them when logging.
+    Records the tokens of a few completions each time the run logs, with what the trust region said about them.
 
-    Nothing is read from the device before that: what it holds until then are a few rows of `(B, T)` tensors.
+    They are the first completions of the last training micro-batch, which TRL has shuffled. Until they are written, their
+    rows of `(B, T)` tensors stay on the device.
 
     Args:
-        args ([`PDMGRPOConfig`]): `log_token_assessments` completions go to `output_dir`, in a folder of their own.
-        writes (`bool`): whether this process is the one that writes.
+        args ([`PDMGRPOConfig`]): how many completions (`log_token_assessments`), and the `output_dir` they go to.
+        writes (`bool`): whether this process writes. The others record nothing.
     """
 
     def __init__(self, args: "PDMGRPOConfig", writes: bool):
@@ -43,8 +44,15 @@ class TokenRecords:
         self._last: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
 
     def tag(self, mode: str, batch: dict[str, Any], rewards: Mapping[str, Sequence[float]], weights: Tensor) -> None:
-        """Add each completion's reward to a rollout, before it is shuffled. `rewards` are TRL's, of all processes."""
-        if self._size and mode == "train":  # TRL keeps one rollout's; the process that writes comes first in it
+        """Add the completions' rewards to the `batch` of a rollout, before TRL shuffles it.
+
+        Args:
+            mode (`str`): `"train"` or `"eval"`, as for the other methods. Evaluations are not recorded.
+            batch (`dict`): gets `reward`, `(B,)`.
+            rewards (`Mapping`): what TRL logs: each reward function's rewards, of the completions of all processes.
+            weights (`Tensor`, float): one per reward function.
+        """
+        if self._size and mode == "train":  # TRL logs one rollout's rewards, those of the process that writes first
             if len(rewards) != len(weights):  # functions of one name, which TRL logs as one
                 return
             scores = torch.tensor([list(values)[: len(batch["completion_ids"])] for values in rewards.values()])
@@ -61,7 +69,7 @@ class TokenRecords:
         advantages: Tensor,
         mask: Tensor,
     ) -> None:
-        """Hold on to a micro-batch in place of the one before. `mask`: the tokens that are trained on."""
+        """Keep this micro-batch instead of the last one. `mask` `(B, T)` is true for the tokens that are trained on."""
         if not self._size or mode != "train":
             return
         tokens = {
@@ -81,7 +89,7 @@ class TokenRecords:
         self._last = tokens, completions
 
     def write(self, mode: str, step: int, processing_class: Any) -> None:
-        """Write what was kept since the last call, one row a token."""
+        """Write the micro-batch that was kept, if one was since the last call, to a Parquet file with one row per token."""
         if self._last is None or mode != "train":
             return
         (tokens, completions), self._last = self._last, None
@@ -109,7 +117,7 @@ class TokenRecords:
 
 
 def write_settings(args: "PDMGRPOConfig", **others: Any) -> None:
-    """Write all fields of `args`, without secrets, and what else tells a run from another, for its report to compare."""
+    """Write the settings by which a report compares runs: all fields of `args`, without secrets, and `others`."""
     path = os.path.join(args.output_dir, SETTINGS_FILE)
     os.makedirs(args.output_dir, exist_ok=True)
     with open(path + ".partial", "w", encoding="utf-8") as file:
@@ -121,8 +129,8 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """
     The text that each token adds to those before it.
 
-    A token alone can decode to something else (a leading space is lost, half a character is none): the tokens before
-    it come along. A character's text is that of the token that completes it, the others have none.
+    A token is decoded together with those before it. Alone it can lose its leading space, or be only a part of a
+    character. The text of a character of several tokens goes to the last of them; the others get an empty text.
     """
     texts, start, done = [], 0, 0
     for end in range(1, len(ids) + 1):
@@ -138,6 +146,6 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def record_files(run_dir: Path) -> dict[int, Path]:
-    """The files of a run's records, by step."""
+    """The files of a run's token records, in the order of their steps."""
     files = {file: re.fullmatch(r"step_(\d+)\.parquet", file.name) for file in (run_dir / FOLDER).glob("*")}
     return dict(sorted((int(name[1]), file) for file, name in files.items() if name))

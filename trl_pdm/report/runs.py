@@ -1,4 +1,4 @@
-"""What a run left on disk."""
+"""What a run left on disk: its logs, its settings and its token records."""
 
 import json
 import math
@@ -14,26 +14,26 @@ from .records import SETTINGS_FILE, record_files
 
 
 BAND = (0.05, 0.25, 0.75, 0.95)  # quantiles of a step's recorded divergences
-# Settings in which any two runs differ, and which say nothing of how they trained
+# Settings that differ between any two runs, and say nothing about how they trained
 NAMES_OF_A_RUN = {"output_dir", "logging_dir", "run_name", "hub_model_id"}
 
 
 class ReportError(Exception):
-    """What the user can put right."""
+    """A report cannot be written. The message says why, and what to do."""
 
 
 @dataclass
 class Run:
-    """What a run left behind."""
+    """What a run left on disk."""
 
     path: Path
     name: str
     history: list[dict]
-    quantiles: pd.DataFrame | None  # of the recorded divergences: a row a step, a column for each of BAND
+    quantiles: pd.DataFrame | None  # of the recorded divergences: one row per step, one column per number in BAND
     settings: dict  # as far as they are known
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric, where it was logged."""
+        """The steps at which a metric was logged as a finite number, and these numbers."""
         points = [
             (entry["step"], entry[metric])
             for entry in self.history
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def thresholds(self) -> set[float]:
-        """Divergences at which the trust region ends, as far as they are known."""
+        """The divergences at which the trust region ends. Empty where none bounds it, or nothing is known."""
         if self.settings.get("proximity") != "divergence":
             return set()
         return {self.settings["divergence_threshold"], self.settings["divergence_threshold_high"]} - {None}
@@ -59,10 +59,14 @@ def _last_step(history: list[dict]) -> int:
 
 def load_run(path: Path, name: str) -> Run:
     """
-    Read a run's logs and records.
+    Read a run's logs, settings and token records.
+
+    Args:
+        path (`Path`): the run's `output_dir`.
+        name (`str`): what the report calls it.
 
     Raises:
-        ReportError: There are no logs.
+        ReportError: `path` is no folder, or holds no logs.
     """
     if not path.is_dir():
         raise ReportError(f"{path} is not a folder. Pass the output_dir of a run.")
@@ -71,7 +75,7 @@ def load_run(path: Path, name: str) -> Run:
         for file in path.glob(source):
             with suppress(OSError, ValueError, KeyError, TypeError):  # cut short, where a run was killed
                 histories.append(json.loads(file.read_text())["log_history"])
-    # Of all that the run saved, what goes furthest
+    # A run saves its logs several times: the longest are the latest
     history = max(histories, key=_last_step)
     if not history:
         raise ReportError(
@@ -92,7 +96,7 @@ def load_run(path: Path, name: str) -> Run:
 
 
 def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """The settings in which runs differ: each one's value, a dash where it is not known."""
+    """The settings in which the runs differ, each with one value per run, as JSON, or a dash where it is not known."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in NAMES_OF_A_RUN)
     values = {
         name: [json.dumps(run.settings[name]) if name in run.settings else None for run in runs] for name in names

@@ -1,4 +1,4 @@
-"""Recorded completions as a picture for a document: an SVG in the light or dark colours of its reader."""
+"""Recorded completions as a picture for a document: an SVG that is light or dark as its reader's theme is."""
 
 from collections.abc import Iterator
 from html import escape
@@ -13,7 +13,7 @@ MAX_LINES = 12
 
 
 def write_svg(recorded: Recorded, path: Path) -> None:
-    """Draw what the colours mean, and below it the completions of which most was masked, as many as there is room for."""
+    """Draw what the colours mean, and below it the completions with the most masked tokens, on `MAX_LINES` lines in all."""
     lines = [[Token(state, "token", "", []), _plain(meaning)] for state, meaning in recorded.states.items()]
     for completion in sorted(recorded.completions, key=_masked, reverse=True):
         lines += _lines(completion)

@@ -1,4 +1,4 @@
-"""The completions that a run recorded, with what the trust region said of each of their tokens."""
+"""The completions that a run recorded, as texts to show: each token, its state and its figures."""
 
 import math
 from collections.abc import Iterable
@@ -30,11 +30,11 @@ VISIBLE = {code: chr(0x2400 + code) for code in range(32)} | {10: "\u21b5\n", 12
 
 @dataclass
 class Token:
-    """A token as text that shows what cannot be seen, and what is to be said of it."""
+    """A token of a recorded completion."""
 
     state: str  # one of TOKEN_STATES
-    text: str
-    end: str  # a newline, behind the token: within it, it would colour the start of the next line
+    text: str  # with signs for the control characters
+    end: str  # the newline after it, if any: within the token, it would colour the start of the next line
     facts: list[str]
 
     @property
@@ -44,7 +44,7 @@ class Token:
 
 @dataclass
 class Completion:
-    """A completion's prompt and tokens."""
+    """A recorded completion, with its prompt."""
 
     facts: list[str]
     prompt: str
@@ -53,19 +53,19 @@ class Completion:
 
 @dataclass
 class Recorded:
-    """The completions of one step. There are none where nothing was recorded."""
+    """The recorded completions of one step."""
 
-    about: str
-    states: dict[str, str]  # those that occur, with their meaning
+    about: str  # the step, and how the mask decided
+    states: dict[str, str]  # what each state of a token means
     completions: list[Completion]
 
 
 def read_completions(run: Run, step: int | None) -> Recorded | None:
     """
-    The completions recorded at a step, by default at the last one, and `None` where the run recorded none.
+    Read the completions recorded at `step`, by default at the last recorded one. Returns `None` where there are none.
 
     Raises:
-        ReportError: Nothing was recorded at that step.
+        ReportError: A `step` was asked for at which nothing was recorded.
     """
     files = record_files(run.path)
     if step is not None and step not in files:

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from .runs import Run
 
 
-# From these on a reader is told what to look at; the documents' table of troubleshooting has the same
+# Beyond these values a sentence says what to look at. The table in docs/metrics-and-troubleshooting.md has the same values.
 MUCH_MASKED = 1 / 3
 MUCH_OUTSIDE_AT_FIRST = 0.03
 SYNC_GAP_OF_PRECISION = 0.05  # a bfloat16 engine beside a float32 trainer has 0.02 to 0.03
@@ -23,27 +23,27 @@ LEAVES_THE_ROLLOUT = (
 
 @dataclass
 class Sentence:
-    """Something that a run did. `notice`: it needs a look."""
+    """A sentence about what a run did. With `notice`, it is about something to look at."""
 
     text: str
     notice: bool = False
 
 
 def told(run: Run) -> list[Sentence]:
-    """What the run did, in the order in which one would ask."""
+    """Sentences on what the run did, in the order in which a reader would ask."""
     return [
         sentence for part in (_reward, _outside, _masked, _direction, _entropy, _rollout) for sentence in part(run)
     ]
 
 
 def _ends(values: list[float]) -> tuple[list[float], list[float]]:
-    """The first and the last tenth."""
+    """The first and the last tenth of `values`."""
     size = max(1, len(values) // 10)
     return values[:size], values[-size:]
 
 
 def _change(values: list[float]) -> str:
-    """Whether the last tenth lies above the first, by more than the noise of their means: two standard errors."""
+    """Whether the values rose, fell or stayed: the means of the first and last tenth, to within two standard errors."""
     first, last = _ends(values)
     noise = 2 * math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last))) if len(first) > 1 else 0.0
     difference = fmean(last) - fmean(first)
@@ -68,13 +68,13 @@ def _outside(run: Run) -> Iterator[Sentence]:
     steps, values = run.series("trust_region/outside")
     if not values:
         yield Sentence(
-            "Nothing was logged of the trust region. Without vLLM, and with one optimizer step a rollout, the policy is "
-            "the one that sampled, and no token can be masked."
+            "Nothing was logged about the trust region. Without vLLM and with one optimizer step per rollout, the policy "
+            "that is trained is the one that sampled, so no token can be masked."
         )
     elif values[0] > MUCH_OUTSIDE_AT_FIRST:
         yield Sentence(
-            f"Already at step {steps[0]}, {values[0]:.1%} of the tokens were outside the trust region. If it was the "
-            "first after a rollout, engine and trainer disagree: look at the logprob difference right after a sync.",
+            f"Already at step {steps[0]}, {values[0]:.1%} of the tokens were outside the trust region. If this was the "
+            "first step after a rollout, engine and trainer disagree: look at the logprob difference right after a sync.",
             notice=True,
         )
 
@@ -145,7 +145,7 @@ def _rollout(run: Run) -> Iterator[Sentence]:
     _, values = run.series("trust_region/unscored")
     if any(values):
         yield Sentence(
-            f"vLLM gave no logprob for {fmean(values):.2g} of the tokens. Many mean that its weights overflow: use "
+            f"vLLM gave no logprob for {fmean(values):.2g} of the tokens. If these are many, its weights overflow: use "
             "bfloat16 or float32.",
             notice=True,
         )
