@@ -115,7 +115,7 @@ def test_golden_tail_collision_and_ratio(case):
     for name in GOLDEN:
         expected = case["expected"][name]["predicted_change"]["exact"]
         assert call(inputs, divergence=name).predicted_change.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    ratio = exp_ratio(evidence_of(inputs).log_ratio())
+    ratio = exp_ratio(evidence_of(inputs).log_ratio)
     assert ratio.item() == pytest.approx(case["expected"]["ratio"], rel=1e-9)
 
 
@@ -727,6 +727,6 @@ def test_shapes_are_those_of_the_signatures():
         region = checked.TrustRegion(**DEFAULTS)
         region.assess(evidence, inputs["advantages"], torch.ones(3, 4))
         checked.replay_support(evidence), checked.ratio_base(evidence, 2.0)
-        evidence.support_masses(), checked.exp_ratio(evidence.log_ratio())
+        checked.exp_ratio(evidence.log_ratio), evidence.support_masses
         with pytest.raises(TypeCheckError):
             region.is_outside(torch.ones(3, 4), torch.ones(3, 5), torch.ones(3, 1))

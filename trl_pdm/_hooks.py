@@ -13,9 +13,9 @@ SUPPORTED_TRL = ">=1.16,<1.17"
 
 
 class TRLCompatibilityError(RuntimeError):
-    """TRL lacks a hook that this package needs, or calls it differently.
+    """The installed TRL lacks a hook that this package needs, or calls it differently.
 
-    Training on would silently leave the trust region out, so nothing goes on after it.
+    Training stops, because without the hook it would silently leave the trust region out.
     """
 
     def __init__(self, what: str):
@@ -26,8 +26,10 @@ class TRLCompatibilityError(RuntimeError):
 
 
 def not_seen(trainer: type, scored: bool) -> Exception:
-    """The error of a trainer's class whose `_compute_loss` finds no advantages: it reads them before the forward pass, or,
-    where that has `scored`, from a copy made before it."""
+    """The error of a `trainer` class whose `_compute_loss` does not find the advantages, which come with the forward pass.
+
+    Where the forward pass has `scored`, it looked for them in a copy made before. Otherwise it looked too early.
+    """
     first = next(cls for cls in trainer.__mro__ if "_compute_loss" in vars(cls))
     if first is trl.GRPOTrainer:
         return TRLCompatibilityError("`GRPOTrainer._compute_loss` reads the advantages before scoring.")
@@ -68,7 +70,7 @@ def substituted(module: ModuleType, **replacements: Any) -> Iterator[None]:
 
 
 class _ForOneThread:
-    """A replacement, to the thread that made it; the original, to all others."""
+    """Acts as the replacement in the thread that made it, and as the original in all others."""
 
     def __init__(self, replacement: Any, original: Any):
         self._replacement, self._original, self._thread = replacement, original, get_ident()

@@ -1,6 +1,6 @@
 """Every metric, declared once: its name, the tokens it is over, its meaning and how it is computed.
 
-Token metrics are summed as tensors in the loss, over all processes, and read only when they are logged.
+Token metrics are summed as tensors, in the loss and over all processes. The host reads them only when they are logged.
 """
 
 from collections import deque
@@ -22,17 +22,21 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """
-    One micro-batch and what the trust region said of it; all tensors `(B, T)`.
+    The tokens of a micro-batch, and what the trust region said about them. All tensors are `(B, T)`.
 
     Args:
         mask (`Tensor`, bool): the tokens that are trained on.
         region ([`TrustRegion`]), evidence ([`Evidence`]), assessment ([`TokenAssessment`]): as in `region.assess`.
         advantages (`Tensor`, float): broadcastable to `(B, T)`.
-        ratio_max (`float` or `None`): the constant at which the ratio is truncated.
-        entropy (`Tensor`, float, *optional*): the training policy's, in nats.
-        support_known (`Tensor`, bool, *optional*): where truncated sampling's survivors are all known.
-        log_surviving_mass (`Tensor`, float, *optional*): their log-probability under the training policy, in nats.
-        forecasts (`dict`, *optional*): see [`forecasts`].
+        ratio_max (`float`, *optional*): where the ratio is truncated.
+        entropy (`Tensor`, float, *optional*): of the training policy, in nats.
+        support_known (`Tensor`, bool, *optional*): whether all tokens that truncated sampling left are known.
+        log_surviving_mass (`Tensor`, float, *optional*): log-probability of these tokens under the training policy, in
+            nats.
+        forecasts (`dict`, *optional*): what [`forecasts`] returned.
+
+    Raises:
+        ValueError: `mask` is not boolean or not of the evidence's shape.
     """
 
     mask: Tensor
@@ -62,25 +66,18 @@ class Tokens:
         return self.evidence.valid.shape[-1] > 1
 
     @cached_property
-    def log_ratio(self) -> Tensor:
-        return self.evidence.log_ratio()
-
-    @cached_property
     def ratio(self) -> Tensor:
-        return exp_ratio(self.log_ratio)
-
-    @cached_property
-    def masses(self) -> tuple[Tensor, Tensor]:
-        return self.evidence.support_masses()
+        return exp_ratio(self.evidence.log_ratio)
 
     @property
     def disagree(self) -> Tensor | None:
-        opposed = self.assessment.predicted_change.sign() * self.log_ratio.sign() < 0
+        opposed = self.assessment.predicted_change.sign() * self.evidence.log_ratio.sign() < 0
         return opposed if self.has_candidates else None
 
     def outside_at(self, factor: float) -> Tensor:
-        """What would be outside at `factor` times the threshold."""
-        return self.region.scaled(factor).is_outside(self.assessment.divergence, self.log_ratio, self.advantages)
+        """Which tokens would be outside at `factor` times the threshold."""
+        region, log_ratio = self.region.scaled(factor), self.evidence.log_ratio
+        return region.is_outside(self.assessment.divergence, log_ratio, self.advantages)
 
     @cached_property
     def entropy_drift(self) -> Tensor | None:
@@ -99,7 +96,13 @@ def _unless_none(value: Tensor | None, then: Callable[[Tensor], Tensor]) -> Tens
 
 @dataclass(frozen=True)
 class Population:
-    """The tokens that a metric is over: in words, and as a mask `(B, T)`, `None` where there is no such thing."""
+    """
+    The tokens that a metric is over.
+
+    Args:
+        meaning (`str`): a few words.
+        mask (`Callable`): finds them: bool, `(B, T)`, or `None` where the metric is not logged.
+    """
 
     meaning: str
     mask: Callable[[Tokens], Tensor | None]
@@ -111,7 +114,7 @@ OUTSIDE = Population("tokens outside", lambda t: t.mask & t.assessment.outside)
 KEPT_OUTSIDE = Population("tokens outside that update", lambda t: t.mask & t.assessment.outside & t.assessment.keep)
 MASKED = Population("masked tokens", lambda t: t.mask & ~t.assessment.keep)
 SURVIVORS_KNOWN = Population(
-    "tokens whose surviving candidates are all known", lambda t: _unless_none(t.support_known, lambda x: x & t.mask)
+    "tokens where all that sampling left are known", lambda t: _unless_none(t.support_known, lambda x: x & t.mask)
 )
 FORETOLD = Population(
     "tokens that updated from outside and came back, judged by the prediction",
@@ -130,8 +133,7 @@ class Metric:
 
     Args:
         name (`str`): as the loggers show it.
-        kind (`str`): `"share"` or `"mean"` of a population of tokens, `"max"` over it, or `"value"`, a number of which
-            the trainer has one.
+        kind (`str`): `"share"`, `"mean"` or `"max"` over a population of tokens, or `"value"`, a number logged as it is.
         meaning (`str`): one line.
     """
 
@@ -147,7 +149,7 @@ class TokenMetric(Metric):
 
     Args:
         over ([`Population`]): whose share, mean or maximum it is.
-        value (`Callable`): of each token, `(B, T)`; `None` where the metric is not logged.
+        value (`Callable`): computes it for each token, `(B, T)`; `None` where the metric is not logged.
     """
 
     over: Population
@@ -173,9 +175,9 @@ METRICS: tuple[Metric, ...] = (
                 lambda t: t.assessment.divergence),
     TokenMetric("trust_region/divergence_max", "max", "the largest divergence", TRAINED, lambda t: t.assessment.divergence),
     TokenMetric("trust_region/topk_mass_behavior", "mean", "probability of the top K under the behaviour policy", SCORED,
-                lambda t: t.masses[0] if t.has_candidates else None),
+                lambda t: t.evidence.support_masses[0] if t.has_candidates else None),
     TokenMetric("trust_region/topk_mass_policy", "mean", "probability of the same tokens under the training policy", SCORED,
-                lambda t: t.masses[1] if t.has_candidates else None),
+                lambda t: t.evidence.support_masses[1] if t.has_candidates else None),
     TokenMetric("trust_region/unscored", "share", "the engine gave no logprob: kept, at a ratio of 1", TRAINED,
                 lambda t: ~t.scored),
     TokenMetric("trust_region/entropy_masked", "mean", "the policy's entropy where the mask acts, in nats", MASKED,
@@ -183,7 +185,8 @@ METRICS: tuple[Metric, ...] = (
     TokenMetric("trust_region/entropy_kept", "mean", "the policy's entropy where a token outside updates, in nats",
                 KEPT_OUTSIDE, lambda t: t.entropy),
     TokenMetric("trust_region/entropy_drift", "mean",
-                "how the tokens that update change their entropy, to first order and per unit of step", TRAINED,
+                "how a token's update changes the policy's entropy there, to first order and per unit of step; 0 if masked",
+                TRAINED,
                 lambda t: _unless_none(t.entropy_drift, lambda drift: drift * t.assessment.keep)),
     TokenMetric("trust_region/entropy_drift_unmasked", "mean", "the same if nothing were masked", TRAINED,
                 lambda t: t.entropy_drift),
@@ -197,7 +200,7 @@ METRICS: tuple[Metric, ...] = (
                 "truncated sampling left tokens that the top K does not contain", TRAINED,
                 lambda t: _unless_none(t.support_known, torch.logical_not)),
     TokenMetric("trust_region/log_surviving_mass", "mean",
-                "log-probability, under the training policy, of what truncated sampling left, in nats", SURVIVORS_KNOWN,
+                "log-probability of what truncated sampling left, under the training policy, in nats", SURVIVORS_KNOWN,
                 lambda t: t.log_surviving_mass),
     TokenMetric("importance_ratio/mean", "mean", "ratio of the training to the behaviour policy", SCORED,
                 lambda t: t.ratio),
@@ -217,7 +220,7 @@ TOKEN_METRICS = tuple(metric for metric in METRICS if isinstance(metric, TokenMe
 @torch.no_grad()
 def summarize(tokens: Tokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """
-    Reduce a micro-batch to sums and maxima, which processes can add up and compare before they divide.
+    Reduce a micro-batch to the sums and maxima of its metrics, for [`TokenMetrics`].
 
     Pure and without host synchronisation.
 
@@ -241,7 +244,7 @@ def summarize(tokens: Tokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 class TokenMetrics:
-    """Accumulates sums and maxima, token-weighted over micro-batches and processes.
+    """Accumulates metrics over micro-batches and processes, in which each token weighs the same.
 
     Args:
         gather (`Callable`): concatenates a tensor of all processes along the first dimension.
@@ -253,7 +256,7 @@ class TokenMetrics:
         self._totals: dict[tuple[str, tuple[str, ...], tuple[str, ...]], tuple[Tensor, Tensor]] = {}
 
     def add(self, mode: str, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
-        """Record 0-dim tensors of one micro-batch, on every process."""
+        """Add what [`summarize`] returned of a micro-batch. Every process must call it, with the same names."""
         local = torch.stack([value.float() for value in (*sums.values(), *maxima.values())])
         gathered = self._gather(local[None])
         total, largest = gathered[:, : len(sums)].sum(0), gathered[:, len(sums) :].amax(0)
@@ -264,7 +267,7 @@ class TokenMetrics:
         self._totals[key] = total, largest
 
     def pop(self, mode: str) -> dict[str, float]:
-        """The metrics of everything recorded since the last call. A share of no tokens is left out."""
+        """The metrics of all that was added since the last call. A share or mean of no tokens is left out."""
         total, seen = dict[str, float](), dict[str, float]()
         for key in [key for key in self._totals if key[0] == mode]:
             values = torch.cat(self._totals.pop(key)).tolist()
@@ -280,13 +283,13 @@ class TokenMetrics:
 
 class MaskedColumn:
     """
-    The column `trust_region/masked` of TRL's table of completions: which share of a completion's tokens its last update left out.
+    The column `trust_region/masked` of TRL's table of completions: the share of a completion's tokens that was masked.
 
-    TRL logs completions with their rollout. They are trained on later and in another order, so each takes the number of
-    its row along; until then, and if it never is, the entry is `None`.
+    TRL logs completions with their rollout. They are trained on later and in another order, so each carries the number of
+    its row. Its entry is `None` until it is trained on, and then the share in its last update.
 
     Args:
-        columns (`dict`): TRL's extra columns, of the completions of all processes.
+        columns (`dict`): TRL's extra columns, with the completions of all processes.
         accelerator ([`~accelerate.Accelerator`]): the trainer's.
         enabled (`bool`): whether completions are logged.
     """
@@ -297,7 +300,7 @@ class MaskedColumn:
         self._shares: list[tuple[Tensor, Tensor]] = []  # read from the device only when they are logged
 
     def tag(self, batch: dict[str, Any]) -> None:
-        """Add the rows of a rollout, before it is shuffled."""
+        """Number the completions of a rollout, before TRL shuffles it: `batch` gets `row`, `(B,)`."""
         if self._enabled:
             ids = batch["completion_ids"]
             n, processes = len(ids), self._accelerator.num_processes
@@ -306,13 +309,13 @@ class MaskedColumn:
             self._columns["trust_region/masked"].extend([None] * n * processes)
 
     def add(self, batch: dict[str, Any], keep: Tensor, mask: Tensor) -> None:
-        """Note a micro-batch, on every process. `keep`, `mask` `(B, T)`: tokens that update, tokens that could."""
+        """Note a micro-batch. Every process must call it. `keep` and `mask` `(B, T)` are those of [`Tokens`]."""
         if "row" in batch:
             share = (mask & ~keep).sum(1) / mask.sum(1)
             self._shares.append((self._accelerator.gather(batch["row"]), self._accelerator.gather(share)))
 
     def fill_in(self) -> None:
-        """Enter what was noted, before TRL writes its table."""
+        """Write what was noted into TRL's column, before TRL writes its table."""
         shares, self._shares = self._shares, []
         for row, value in (entry for part in shares for entry in zip(*(x.tolist() for x in part), strict=True)):
             column = self._columns["trust_region/masked"]
@@ -330,15 +333,15 @@ def forecasts(
     mask: Tensor,
 ) -> dict[str, Tensor]:
     """
-    Whether each direction was right, where a batch comes back after its update: the scores it is trained on then measure
-    what happened since.
+    Tell, when a micro-batch is trained on again, whether the divergence of its tokens moved as each direction had said.
 
-    Only tokens that updated the policy from outside the trust region count. What happened is all optimizer steps until
-    they come back, with all their tokens.
+    Only tokens that updated the policy from outside the trust region count. All optimizer steps since then, with all
+    their tokens, have moved the divergence. Scoring the micro-batch measures it, so no forward pass is added.
 
     Args:
         batch (`dict`):
-            The micro-batch, the same object each time it is trained on. Holds the forecast for its return.
+            The micro-batch, the same object each time it is trained on. It keeps what the directions say now, until the
+            next time.
         step (`int`):
             Optimizer steps taken so far.
         assessment, advantages, mask:
@@ -347,8 +350,8 @@ def forecasts(
             Of the sampled tokens, in nats.
 
     Returns:
-        `dict[str, Tensor]`: for `"predictive"` and `"ratio"`, of each token `(B, T)`: 1 where it was right, -1 where it
-        was wrong, 0 where it said nothing, the divergence did not move, or nothing happened yet.
+        `dict[str, Tensor]`: for `"predictive"` and `"ratio"`, `(B, T)` each: 1 where the direction was right, -1 where it
+        was wrong, 0 where it said nothing, where the divergence did not move, or at the micro-batch's first time.
     """
     made_at, tokens, before, made = batch.get("forecast", (step, None, None, None))
     updated = mask & assessment.outside & assessment.keep

@@ -12,21 +12,22 @@ from torch.nn.modules.dropout import _DropoutNd
 
 logger = get_logger(__name__)
 
-# Rates that a layer keeps as a number and applies itself, where no dropout module stands for them
+# Names of rates that a layer keeps as a number and applies itself, without a dropout module
 _RATES = re.compile(r"dropout|pdrop|jitter_noise|layerdrop")
 
 
 def sources(model: nn.Module, neftune_noise_alpha: float | None = None) -> dict[str, str]:
     """
-    Where the training forward of `model` is random, read from its layers and not from its config, which
-    `disable_dropout` leaves as it is.
+    Find what makes the training forward of `model` random.
+
+    This reads the layers, not the config, which `disable_dropout` leaves as it is.
 
     Args:
         model (`nn.Module`): the model that is trained, with its adapter.
         neftune_noise_alpha (`float`, *optional*): of the trainer's arguments.
 
     Returns:
-        `dict[str, str]`: each source, with its value, and what to set to be rid of it.
+        `dict[str, str]`: for each source, named with its value, what to set to be rid of it.
     """
     found = {}
     for name, module in model.named_modules():
@@ -45,7 +46,7 @@ def sources(model: nn.Module, neftune_noise_alpha: float | None = None) -> dict[
 
 
 def warn_of(found: dict[str, str]) -> None:
-    """Say what random noise does to a trust region, once, naming each of [`sources`]."""
+    """Warn of what noise does to a trust region, naming the sources `found` by [`sources`]. Silent if there are none."""
     if found:
         logger.warning(
             f"The model trains with {', '.join(found)}, which moves its logprobs at random: the trust region takes that "
@@ -56,7 +57,7 @@ def warn_of(found: dict[str, str]) -> None:
 
 @contextmanager
 def silenced(model: nn.Module) -> Iterator[None]:
-    """A block in which the forward of `model` is not random: every layer as in evaluation, then as it was."""
+    """A block in which the forward of `model` is not random: its layers are in evaluation mode, and then as before."""
     was: list[tuple[Any, bool]] = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

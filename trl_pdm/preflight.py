@@ -1,4 +1,7 @@
-"""What would fail later, or in silence, refused at construction: before an engine takes its time to start."""
+"""Checks of the model and the data at construction, before an engine takes its time to start.
+
+They refuse what would fail later, or would train on something else without a word.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +13,15 @@ from datasets import Dataset
 if TYPE_CHECKING:
     from .rollout.trainer import TopKRolloutTrainer
 
-_ROWS = 1000  # of images, looked at at a time
+_ROWS = 1000  # of a column of images, read at a time
 
 
 def check(trainer: "TopKRolloutTrainer") -> None:
-    """Refuse what cannot be trained.
+    """Refuse a model and datasets that cannot be trained on.
 
     Raises:
-        ValueError: one sentence says what is wrong, and what to do.
+        ValueError: The vocabulary is too small for the tokenizer or the top K, no parameter is trainable, a prompt holds
+            no token, or only some rows have images.
     """
     vocab_size = trainer.model.config.get_text_config().vocab_size
     trainer.args.check_vocabulary(vocab_size, _embeddings_needed(trainer.processing_class))
@@ -61,7 +65,7 @@ def _check_prompts(field: str, dataset: Any, processing_class: Any) -> None:
 
 
 def _check_images(field: str, dataset: Any) -> None:
-    """TRL's processing takes a batch with images in each row, or in none."""
+    """Refuse images in some rows only: TRL processes a batch with images in each row, or in none."""
     column = next(
         (name for name in ("images", "image") if name in (getattr(dataset, "column_names", None) or ())), None
     )

@@ -1,9 +1,9 @@
 """The training policy's log-probabilities at the rollout's candidates, from TRL's own forward and without logits.
 
-`log pi_i = log pi_a + (z_i - z_a)`: TRL's fused LM head yields `log pi_a` of the sampled token, so what a candidate
-still needs is one row of the LM head and one dot product. The rows are gathered where TRL calls its kernel, inside the
-model's forward: there ZeRO-3 and FSDP hold the full head, and the hidden states, the scale, the soft-capping, the
-temperature and the compute dtype are the very ones TRL uses.
+`log pi_i = log pi_a + (z_i - z_a)`: TRL's fused LM head yields `log pi_a` of the sampled token. A candidate then costs one
+row of the LM head and one dot product. The rows are gathered where TRL calls its kernel, inside the model's forward. There
+ZeRO-3 and FSDP hold the full head, and the hidden states, the scale, the soft-capping, the temperature and the compute
+dtype are the very ones TRL uses.
 """
 
 import inspect
@@ -44,13 +44,15 @@ _KERNEL_ARGUMENTS = (
 
 @dataclass
 class PolicyScores:
-    """What the LM head yields besides TRL's own outputs, in float32 and (but for `with_grad`) without gradient.
+    """The training policy's log-probabilities of the candidates, which [`topk_head`] fills in as the forwards run.
 
     Attributes:
-        ids (`torch.Tensor`): `(B, T, K+1)`, the scored token ids, slot 0 the sampled token; `-1` where a slot is empty.
-        logps (`torch.Tensor`): `(B, T, K+1)`, log-probabilities in nats under the training policy at the sampling
-            temperature. Arbitrary where `ids` is `-1`, but for slot 0: always the sampled token's.
-        sum_sq (`torch.Tensor` or `None`): `(B, T)`, sum over the vocabulary of squared probabilities.
+        ids (`torch.Tensor`, int): `(B, T, K+1)`, the scored token ids, the sampled token in slot 0; `-1` where a slot is
+            empty.
+        logps (`torch.Tensor`, float32): `(B, T, K+1)`, their log-probabilities in nats, at the sampling temperature.
+            Without gradient, unless `with_grad` was set. Slot 0 always has the sampled token's. In other slots they are
+            arbitrary where `ids` is `-1`.
+        sum_sq (`torch.Tensor`, float32, or `None`): `(B, T)`, sum over the vocabulary of the squared probabilities.
         vocab_size (`int`): rows of the LM head.
     """
 
@@ -72,7 +74,7 @@ class PolicyScores:
 
 
 class _ScoringKernel:
-    """In place of TRL's kernel while candidates are scored. One class for all calls, as compiled code relies on it."""
+    """Takes the place of TRL's kernel while candidates are scored. Compiled code relies on its being one class."""
 
     call: Any = None
 
@@ -107,7 +109,7 @@ class _Head:
         return _LogitsAt.apply(self.hidden, self.weight, self.bias, ids, self)
 
     def chunks(self, n: int, slots: int) -> Iterator[tuple[slice, slice]]:
-        """Tokens and slots whose rows of the head are gathered at once."""
+        """Slices of tokens and of slots whose rows of the head fit in `CHUNK_BYTES` together."""
         width = self.hidden.shape[1]
         # A gathered row is held once in the head's dtype, and once more where that is not the compute dtype; its id and
         # its logits come with it.
@@ -135,7 +137,8 @@ class _Head:
     def top(
         self, k: int, targets: Int[Tensor, " tokens"]
     ) -> tuple[Int[Tensor, "tokens slots"], Float[Tensor, "tokens slots"]]:
-        """The `k` most probable tokens behind `targets` `(N,)`: ids and transformed logits, `(N, k+1)` each."""
+        """`targets` `(N,)`, and after each the `k` most probable tokens: ids (int32) and transformed logits (float32), `(N,
+        k+1)` each. The id is -1 where one of the `k` repeats the target."""
         vocab, device = self.weight.shape[0], targets.device
         ids = torch.empty(len(targets), k + 1, dtype=torch.int32, device=device)
         z = torch.empty(len(targets), k + 1, dtype=torch.float32, device=device)
@@ -164,8 +167,8 @@ class _Head:
 
 
 class _LogitsAt(torch.autograd.Function):
-    """[`_Head.at`]. Its backward pass gathers the rows again, rather than find them all kept, and adds up gradients in
-    float32, as TRL's kernel does: in bfloat16 those of a token that is often a candidate would be rounded away."""
+    """What [`_Head.at`] computes. The backward pass gathers the rows again, so that they need not be kept. It adds up
+    gradients in float32, as TRL's kernel does: a bfloat16 sum over the many places of a token would round them away."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, head):
@@ -212,23 +215,24 @@ def topk_head(
     with_sum_sq: bool = False,
     with_grad: bool = False,
 ) -> Iterator[PolicyScores]:
-    """While active, forwards through TRL's fused LM head also score candidates.
+    """A block in which each forward through TRL's fused LM head also scores candidates.
 
     Args:
         attention_mask (`torch.Tensor`): `(B, P+T)`, of the sequences that TRL is about to score.
         logits_to_keep (`int`): `T`, the number of completion positions.
         batch_size (`int`, *optional*): rows that TRL puts through one forward; all by default.
-        ids (`torch.Tensor`, *optional*): `(B, T, K+1)`, the candidates to score, `-1` where a slot is empty.
-        top_k (`int`, *optional*): instead of `ids`: score the training policy's own `top_k` and the sampled token, or
-            with 0 that alone.
-        with_sum_sq (`bool`): also yield the sum of squared probabilities over the vocabulary.
-        with_grad (`bool`): let gradients flow through the log-probabilities, if they do through the forward.
+        ids (`torch.Tensor`, int, *optional*): `(B, T, K+1)`, the candidates to score, the sampled token in slot 0; `-1`
+            where a slot is empty.
+        top_k (`int`, *optional*, defaults to `0`): without `ids`, how many of the training policy's own most probable
+            tokens to score besides the sampled one.
+        with_sum_sq (`bool`, *optional*, defaults to `False`): also yield the sum of squared probabilities.
+        with_grad (`bool`, *optional*, defaults to `False`): the log-probabilities carry a gradient if the forward does.
 
     Yields:
-        [`PolicyScores`], filled as the forwards run.
+        [`PolicyScores`]: filled as the forwards run.
 
     Raises:
-        TRLCompatibilityError: TRL's forward did not pass through the kernel, or with other arguments.
+        TRLCompatibilityError: TRL's forward did not pass through the kernel, or the kernel takes other arguments.
     """
     scores = PolicyScores()
     kernel = getattr(trl_utils, _KERNEL, None)
@@ -296,8 +300,8 @@ def topk_head(
 
 
 def show_bias_of_trained_rows(model: Any) -> None:
-    """TRL's forward reads the `bias` of the head. PEFT's layer around a tied head with `trainable_token_indices` shows no
-    other attribute of it than `weight`, with the trained rows."""
+    """Let TRL's forward find the `bias` of the LM head. PEFT's layer around a tied head with `trainable_token_indices`
+    shows only its `weight`."""
     head = model.get_output_embeddings()
     if isinstance(head, TrainableTokensWrapper) and not hasattr(head, "bias"):
         # Not registered, or a checkpoint would hold it twice

@@ -221,7 +221,7 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
 
         if self.args.log_realized_alignment:
             step = self.state.global_step
-            known["forecasts"] = forecasts(loss.batch, step, assessment, evidence.log_ratio(), advantages, mask)
+            known["forecasts"] = forecasts(loss.batch, step, assessment, evidence.log_ratio, advantages, mask)
         tokens = Tokens(mask, self._region, evidence, assessment, advantages, self._ratio_max, entropy, **known)
         self._token_metrics.add(self._mode, *summarize(tokens))
         self._masked_column.add(loss.batch, assessment.keep, mask)

@@ -1,7 +1,7 @@
 """Which tokens may update the policy: the mathematics of predictive divergence masks, in torch alone.
 
 A mask has two tests. *Proximity*: is the training policy outside the trust region around the behaviour policy?
-*Direction*: would the update of this token move it further out? A token is dropped only where both hold.
+*Direction*: would the update of this token move it further out? A token is masked only where both hold.
 
 Notation, in this file only. `mu` is the behaviour policy (it sampled the tokens), `pi = softmax(z)` the training
 policy, `a` the sampled token, `A` its advantage, `r = pi_a / mu_a` its importance ratio. The vocabulary is split into
@@ -11,8 +11,8 @@ over these categories, to first order, by `A * r * d`:
 
     d = <grad_z D, e_a - pi> = pi_a (h_a - hbar) - sum_c S_c (h_c - hbar),    S_c = sum of pi_j^2 over the tokens of c
 
-All of it is known from the head's probabilities, except `S_rest`, which is what a tail estimator supplies. The same step
-changes the policy's entropy `H` at that position by `A * r * e`:
+The head's probabilities give all of it but `S_rest`, which a tail estimator supplies. The same step changes the policy's
+entropy `H` at that position by `A * r * e`:
 
     e = <grad_z H, e_a - pi> = sum_j pi_j^2 (log pi_j + H) - pi_a (log pi_a + H)
 
@@ -26,6 +26,7 @@ Sources: the top-K and binary divergences are DPPO's (arXiv:2602.04879, Eqs. 12-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,7 +35,7 @@ from torch import Tensor
 
 LOGP_FLOOR = -100.0  # nats; keeps every product and difference finite, in float32 too, where mu or pi is 0
 MAX_LOG_RATIO = 80.0  # nats; exp() of it, summed over a batch, is still finite in float32
-MIN_REST_MASS = 1e-12
+MIN_REST_MASS = 1e-12  # keeps the logarithm of an empty rest finite
 SURVIVING_MASS_TOLERANCE = 1e-4  # the sum of K float32 probabilities is far closer to 1 than a tail worth its name
 
 # (mu, pi, log(pi/mu)) -> the terms of D(mu, pi), and pi * h. The product stays bounded where h itself overflows. h is
@@ -74,10 +75,10 @@ DIRECTIONS = tuple(_DIRECTIONS)
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """
-    The log-probabilities of a token and its candidates under the two policies.
+    The log-probabilities of each sampled token and its candidates, under the behaviour and the training policy.
 
-    A position can hold no evidence: slot 0 is not valid (padding), a valid slot is NaN or +inf, the sampled token's
-    behaviour log-probability is -inf, or `policy_sum_sq` is NaN where it is used.
+    A position holds no evidence where slot 0 is not valid (padding), where a valid slot is NaN or +inf, where the sampled
+    token's behaviour log-probability is -inf, or where `policy_sum_sq` is used and NaN.
 
     Args:
         behavior_logps (`Tensor`, float, `"*batch slots"`):
@@ -86,8 +87,8 @@ class Evidence:
         policy_logps (`Tensor`, float, `"*batch slots"`):
             Log-probabilities of the same tokens under the training policy.
         valid (`Tensor`, bool, `"*batch slots"`):
-            The slots that count. `False` for padding and for the top-K slot that repeats the sampled token, so that
-            the valid slots are distinct tokens. Values in the other slots have no influence.
+            The slots that count, which hold distinct tokens: `False` for padding, and for the top-K slot that repeats
+            the sampled token. Values in slots that are not valid have no influence.
         vocab_size (`int`):
             Number of tokens of the vocabulary. Where the head holds all of them, there is no rest.
         policy_sum_sq (`Tensor`, float, `"*batch"`, *optional*):
@@ -125,20 +126,22 @@ class Evidence:
 
     @property
     def sampled(self) -> "Evidence":
-        """The same of the sampled tokens alone."""
+        """The evidence of the sampled tokens alone, with one slot."""
         only = {name: getattr(self, name)[..., :1] for name in ("behavior_logps", "policy_logps", "valid")}
         return replace(self, **only)
 
+    @cached_property
     @torch.no_grad()
     def log_ratio(self) -> Float[Tensor, "*batch"]:
-        """`log r` of the sampled token, in nats, 0 where there is no evidence of it."""
+        """`log r` of the sampled token, in nats and without gradient; 0 where there is no evidence of that token."""
         sampled = self.sampled
         log_mu, log_pi = _clean(sampled, _has_evidence(sampled)[..., None])
         return (log_pi - log_mu)[..., 0]
 
+    @cached_property
     @torch.no_grad()
     def support_masses(self) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-        """The probability of the valid slots under the behaviour and under the training policy."""
+        """The total probability of the valid slots: under the behaviour policy, and under the training policy."""
         known = self.valid & (self.behavior_logps < torch.inf) & (self.policy_logps < torch.inf)
         mu, pi = (log_p.exp().sum(-1) for log_p in _clean(self, known))
         return mu, pi
@@ -154,13 +157,13 @@ class TokenAssessment:
             `D(mu, pi)` over the support's categories, in nats (`"kl"`, `"reverse_kl"`) or as half the L1 distance
             (`"tv"`).
         predicted_change (`Tensor`, float, `"*batch"`):
-            `d`: the directional derivative of `divergence` along `e_a - pi` in the logits, whatever `direction` is.
+            `d`: the derivative of `divergence` along `e_a - pi` in the logits. It does not depend on `direction`.
         outside (`Tensor`, bool, `"*batch"`):
-            The proximity test's answer: the policy is outside the trust region.
+            The answer of the proximity test: whether the policy is outside the trust region.
         keep (`Tensor`, bool, `"*batch"`):
             The mask: `False` where the policy is outside and the token's update would move it further out.
         entropy_change (`Tensor`, float, `"*batch"`, *optional*):
-            `e`: the directional derivative of the policy's entropy along `e_a - pi`, where the entropy was given.
+            `e`: the derivative of the policy's entropy along `e_a - pi`. `None` where no entropy was given.
     """
 
     divergence: Float[Tensor, "*batch"]
@@ -173,7 +176,7 @@ class TokenAssessment:
 @dataclass(frozen=True)
 class TrustRegion:
     """
-    A trust region around the behaviour policy, and which updates may leave it.
+    A trust region around the behaviour policy, and which updates outside it are masked.
 
     | `proximity`    | `direction`    | whose mask it is                                     |
     |----------------|----------------|------------------------------------------------------|
@@ -184,24 +187,25 @@ class TrustRegion:
     | `"ratio"`      | `"none"`       | IcePop's                                             |
 
     Args:
-        divergence (`str`):
-            `"kl"`, KL(mu, pi); `"tv"`, total variation; or `"reverse_kl"`, KL(pi, mu).
-        support (`str`):
-            `"topk"`: every valid slot is a category. `"binary"`: the sampled token against everything else, where the
-            predictive direction is the ratio's.
-        proximity (`str`):
-            `"divergence"`: outside where `D` is above `threshold_low` (`A < 0`) or `threshold_high` (otherwise).
-            `"ratio"`: outside where `r < 1 - threshold_low` or `r > 1 + threshold_high`, as in GRPO.
-        direction (`str`):
-            `"predictive"`: outwards where `A * d > 0` (PDM). `"ratio"`: where `A * (r - 1) > 0` (DPPO, GRPO).
-            `"none"`: wherever `A` is not 0, so that every token outside is masked.
-        tail_estimator (`str`):
-            The sum of squared training probabilities of the `n` tail tokens: `"exact"`, from `policy_sum_sq`;
-            `"uniform"`, `pi_rest^2 / n`, the smallest it can be; or `"aggregated"`, `pi_rest^2`, the largest.
         threshold_low (`float`):
-            Threshold for `A < 0`: on the divergence, or on the ratio (GRPO's `epsilon`).
+            Where the region ends: in the divergence, for `A < 0`; or in the ratio, below 1 (GRPO's `epsilon`).
         threshold_high (`float`):
-            Threshold for `A > 0`: on the divergence, or on the ratio (GRPO's `epsilon_high`).
+            Where it ends: in the divergence, for `A > 0`; or in the ratio, above 1 (GRPO's `epsilon_high`).
+        divergence (`str`, *optional*, defaults to `"kl"`):
+            `"kl"`: KL(mu, pi). `"tv"`: total variation. `"reverse_kl"`: KL(pi, mu).
+        support (`str`, *optional*, defaults to `"topk"`):
+            `"topk"`: every valid slot is a category of its own. `"binary"`: only the sampled token is, and the
+            predictive direction is then the ratio's.
+        proximity (`str`, *optional*, defaults to `"divergence"`):
+            `"divergence"`: outside where `D > threshold_low` (`A < 0`) or `D > threshold_high` (otherwise).
+            `"ratio"`: outside where `r < 1 - threshold_low` or `r > 1 + threshold_high`, as in GRPO.
+        direction (`str`, *optional*, defaults to `"predictive"`):
+            Which updates lead outwards. `"predictive"`: those with `A * d > 0` (PDM). `"ratio"`: those with
+            `A * (r - 1) > 0` (DPPO, GRPO). `"none"`: all but those with `A = 0`, so every token outside is masked.
+        tail_estimator (`str`, *optional*, defaults to `"exact"`):
+            What stands for the sum of squared training probabilities of the `n` tail tokens. `"exact"`:
+            `policy_sum_sq` minus the head's. `"uniform"`: `pi_rest^2 / n`, the smallest it can be. `"aggregated"`:
+            `pi_rest^2`, the largest it can be.
 
     Raises:
         ValueError: A choice is unknown, or a threshold is negative or NaN.
@@ -227,7 +231,7 @@ class TrustRegion:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The fields on which the mask depends."""
+        """The names of the fields on which the mask depends."""
         fields = {"threshold_low", "threshold_high", "proximity", "direction"}
         if self.proximity == "divergence" or self.direction == "predictive":
             fields |= {"divergence", "support"}
@@ -246,7 +250,7 @@ class TrustRegion:
         return "tail_estimator" in self.reads and self.tail_estimator == "exact"
 
     def scaled(self, factor: float) -> "TrustRegion":
-        """The same with `factor` times the thresholds."""
+        """The same region with both thresholds multiplied by `factor`."""
         return replace(self, threshold_low=factor * self.threshold_low, threshold_high=factor * self.threshold_high)
 
     def is_outside(
@@ -255,7 +259,7 @@ class TrustRegion:
         log_ratio: Float[Tensor, "*batch"],
         advantages: Float[Tensor, "..."],
     ) -> Bool[Tensor, "*batch"]:
-        """The proximity test. `log_ratio` is that of the sampled token, in nats."""
+        """The proximity test: which tokens are outside. `log_ratio` is that of the sampled tokens, in nats."""
         test = _PROXIMITIES[self.proximity]
         return test(divergence, exp_ratio(log_ratio), advantages, self.threshold_low, self.threshold_high)
 
@@ -272,21 +276,21 @@ class TrustRegion:
         Pure, without gradient and without host synchronisation. It computes in float32, or float64 if any
         log-probability comes in float64.
 
-        Where there is no evidence, `divergence`, `predicted_change` and `entropy_change` are 0, the ratio counts as 1,
-        and the token is kept. Log-probabilities under -100 (a probability of 4e-44), -inf included, count as -100. So
-        `mu_i = 0` adds nothing to `"kl"`, and to `"reverse_kl"`, where it would be infinite, at most 100 nats times
-        `pi_i`.
+        A token without evidence is kept. Its `divergence`, `predicted_change` and `entropy_change` are 0, and its ratio
+        counts as 1.
+
+        Log-probabilities below -100 (a probability of 4e-44), and -inf, count as -100. So a candidate with `mu_i = 0`
+        adds nothing to `"kl"`. To `"reverse_kl"`, which would be infinite, it adds at most `100 * pi_i` nats.
 
         Args:
             evidence ([`Evidence`]):
                 The two policies. Its `policy_sum_sq` may be `None` where the mask does not depend on it
-                (`needs_sum_sq`): `predicted_change` is then that of `"uniform"`.
+                (`needs_sum_sq`). `predicted_change` is then computed with the `"uniform"` tail.
             advantages (`Tensor`, float, broadcastable to `"*batch"`):
                 Advantages. Tokens with `A = 0` are kept.
             entropy (`Tensor`, float, `"*batch"`, *optional*):
-                Entropy of the training policy, in nats, for `entropy_change`. The tail enters that as tokens of the
-                probability `S_rest / pi_rest`, the mean that `tail_estimator` implies: exactly for `"uniform"` and
-                `"aggregated"` tails, for the true one as an estimate.
+                Entropy of the training policy, in nats, for `entropy_change`. There, all tokens of the tail count as
+                equally probable, `S_rest / pi_rest` each. That is an estimate where the true tail is not of this kind.
 
         Returns:
             [`TokenAssessment`]: with tensors of shape `"*batch"`.
@@ -359,18 +363,21 @@ def replay_support(
     """
     Renormalise the training policy over the tokens that truncated sampling (top-p, top-k, min-p) left.
 
-    Such sampling renormalises the behaviour policy over the surviving tokens, so their probabilities sum to 1; where
-    those of the candidates do not, some survivors are not among them, and the evidence stays as it is.
+    Such sampling renormalises the behaviour policy over the surviving tokens, so the survivors' probabilities sum to 1.
+    Where the candidates' do not, some survivors are not among them, and the evidence stays as it is.
 
     Args:
         evidence ([`Evidence`]):
-            The two policies. Its `behavior_logps` are those over the survivors, as vLLM returns them.
+            The two policies. Its `behavior_logps` are normalised over the survivors, as vLLM returns them.
 
     Returns:
-        `tuple[Evidence, Tensor, Tensor]`: the evidence over the survivors, without gradient; `complete` (bool,
-        `"*batch"`), whether all survivors are known; and `log_mass` (float, `"*batch"`), the log-probability in nats of
-        the survivors under the training policy, 0 where they are not all known. It carries the gradient of
-        `policy_logps`: the sampled token's log-probability over the survivors is its own minus this.
+        `tuple[Evidence, Tensor, Tensor]`:
+
+        - The evidence over the survivors, without gradient.
+        - `complete` (bool, `"*batch"`): whether all survivors are known.
+        - `log_mass` (float, `"*batch"`): the survivors' log-probability under the training policy, in nats; 0 where they
+          are not all known. It has the gradient of `policy_logps`: subtract it from the sampled token's log-probability
+          to normalise that over the survivors.
     """
     behavior_logps, policy_logps, valid = evidence.behavior_logps, evidence.policy_logps, evidence.valid
     survivors = valid & (behavior_logps > LOGP_FLOOR)
@@ -390,14 +397,14 @@ def ratio_base(evidence: Evidence, ratio_max: float | None) -> Float[Tensor, "*b
     """
     The behaviour log-probabilities of the sampled tokens, raised where the ratio is truncated.
 
-    The ratio to what is returned is `min(r, ratio_max)`, and 1 where there is no evidence: truncating a ratio at `C` is
-    the same as raising the behaviour log-probability to at least `log pi - log C`.
+    To truncate a ratio at `C` is to raise the behaviour log-probability to at least `log pi - log C`. So the ratio of the
+    training policy to what is returned is `min(r, C)`. It is 1 where the behaviour log-probability is not finite.
 
     Args:
         evidence ([`Evidence`]):
             The two policies.
         ratio_max (`float` or `None`):
-            The constant `C`, `None` for no truncation.
+            `C`, or `None` for no truncation.
 
     Returns:
         `Tensor`: in nats, of shape `"*batch"` and without gradient.
@@ -419,7 +426,7 @@ def _has_evidence(evidence: Evidence) -> Tensor:
 
 
 def _clean(evidence: Evidence, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Floored log-probabilities, in float32 or better. A slot not used holds the floor in both: it adds nothing."""
+    """Floored log-probabilities, in float32 or better. Slots that are not `used` hold the floor in both, and add nothing."""
     both = evidence.behavior_logps, evidence.policy_logps
     dtype = torch.promote_types(torch.promote_types(both[0].dtype, both[1].dtype), torch.float32)
     behavior, policy = (torch.where(used, logps.to(dtype), LOGP_FLOOR).clamp(min=LOGP_FLOOR) for logps in both)
