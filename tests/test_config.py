@@ -95,6 +95,12 @@ def test_an_epsilon_of_two_meanings_is_refused(options, named):
         PDMGRPOConfig(use_cpu=True, **options)
 
 
+@pytest.mark.parametrize("name, value", [("epsilon", -0.1), ("epsilon", math.nan), ("epsilon_high", -0.1)])
+def test_an_epsilon_that_bounds_no_region_is_refused_by_its_name(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be a number that is not negative, .*, got {value}"):
+        PDMGRPOConfig(use_cpu=True, proximity="ratio", **{name: value})
+
+
 @pytest.mark.parametrize("loss_type", ["sapo", "vespo", "grpo"])
 def test_an_epsilon_of_one_meaning_is_not(loss_type):
     assert PDMGRPOConfig(use_cpu=True, proximity="ratio", loss_type=loss_type).trust_region.threshold_low == 0.2
@@ -159,7 +165,7 @@ def test_a_plain_config_with_a_clip_of_its_own_is_told_that_the_mask_replaces_it
 )
 def test_no_more_is_asked_of_engine_and_head_than_the_mask_reads(options, candidates, sum_sq):
     config = PDMGRPOConfig(use_cpu=True, **options)
-    assert (config.candidates, config.needs_sum_sq) == (candidates, sum_sq)
+    assert (config.num_candidates, config.needs_sum_sq) == (candidates, sum_sq)
 
 
 def test_a_plain_grpo_config_keeps_what_was_set():

@@ -98,8 +98,8 @@ class PDMGRPOConfig(GRPOConfig):
             Divergence of the training policy from the behaviour policy, one of `"kl"` (forward KL, in nats), `"tv"`
             (total variation) or `"reverse_kl"` (in nats).
         divergence_support (`str`, *optional*, defaults to `"topk"`):
-            Tokens told apart by the divergence: `"topk"`, the behaviour policy's `divergence_top_k` most probable
-            tokens and the sampled one, or `"binary"`, the sampled token only. All others form one category.
+            Tokens that the divergence tells apart: `"topk"`, the behaviour policy's `divergence_top_k` most probable
+            tokens and the sampled one, or `"binary"`, the sampled token only. All other tokens form one category.
         divergence_top_k (`int`, *optional*, defaults to `20`):
             Number of the behaviour policy's most probable tokens in the `"topk"` support. At most the size of the
             vocabulary.
@@ -110,28 +110,28 @@ class PDMGRPOConfig(GRPOConfig):
         divergence_threshold_high (`float`, *optional*):
             Radius for tokens with a positive advantage. Defaults to `divergence_threshold`.
         proximity (`str`, *optional*, defaults to `"divergence"`):
-            What tells whether a token is outside the trust region: `"divergence"` (`divergence_threshold`) or
-            `"ratio"` (the importance ratio, with `epsilon` and `epsilon_high`).
+            Measure that tells whether a token is outside the trust region: `"divergence"`, the divergence, bounded by
+            `divergence_threshold`, or `"ratio"`, the importance ratio, bounded by `epsilon` and `epsilon_high`.
         direction (`str`, *optional*, defaults to `"predictive"`):
-            What tells whether an update moves the policy further out: `"predictive"`, the predicted change of the
-            divergence; `"ratio"`, whether the ratio is above or below 1; or `"none"`: every update from outside is
-            masked, wherever it leads.
+            Measure that tells whether an update moves the policy further out: `"predictive"`, the predicted change of
+            the divergence, or `"ratio"`, whether the ratio is above or below 1. With `"none"` every token outside is
+            masked, wherever its update leads.
         tail_estimator (`str`, *optional*, defaults to `"exact"`):
             How the predicted change treats the tokens outside the support: `"exact"` (from the training policy's
             whole distribution), `"uniform"` (spread evenly) or `"aggregated"` (as one token, the paper's default).
         importance_ratio_max (`float` or `None`, *optional*, defaults to `20.0`):
-            Upper bound of the importance ratio's weight in the loss. `None` disables the truncation.
+            Upper bound of the importance ratio in the loss. `None` disables the truncation.
 
         > Parameters that control the logging
 
         log_realized_alignment (`bool`, *optional*, defaults to `False`):
-            Log how often each direction was right. It counts the tokens that updated the policy from outside the trust
-            region, and measures whether their divergence then grew. That needs `num_iterations` above 1, so that the
-            same tokens come back, and no extra forward pass.
+            Whether to log how often each direction was right about the tokens that updated the policy from outside the
+            trust region: whether their divergence then moved as it had said. This needs `num_iterations` above 1, so
+            that the same tokens come back. It adds no forward pass.
         log_token_assessments (`int`, *optional*, defaults to `0`):
             Number of completions to record, with every token, each time the run logs. They are a random sample of the
-            main process's last micro-batch. `python -m trl_pdm.report` shows them; they are in
-            `output_dir/token_assessments`. `0` records none.
+            main process's last micro-batch. They go to `output_dir/token_assessments`, and `python -m trl_pdm.report`
+            shows them. `0` records none.
 
         > Parameters that control vLLM
 
@@ -141,22 +141,21 @@ class PDMGRPOConfig(GRPOConfig):
             whole vocabulary, so that ratio and divergence contain the logarithm of the surviving probability.
             `"replay"`: the same surviving tokens, wherever the top K contains them all.
         sync_check_steps (`int`, *optional*, defaults to `50`):
-            Steps between two checks of the weights in vLLM, the first after the first sync. A check compares the logprobs
-            that vLLM sampled with the training policy's, on the same weights. `0` disables it. There is none with a
-            rollout function, nor where penalties or biases shape what vLLM samples.
+            Number of steps between two checks of the weights in vLLM. The first check follows the first sync. A check
+            compares the logprobs that vLLM sampled with the training policy's, on the same weights. `0` disables it.
+            There is none with a rollout function, nor where penalties or biases shape what vLLM samples.
         sync_check_threshold (`float`, *optional*, defaults to `0.5`):
-            Mean absolute difference of logprobs, in nats, at which the check stops the run: only wrong weights explain
-            it.
+            Mean absolute difference of logprobs, in nats, above which the check stops the run. Only wrong weights explain
+            so large a difference.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
-            How updated weights reach vLLM: `"full"` (all of them, an adapter merged), `"adapter"` (a colocated engine
-            serves the base and the live LoRA adapter, and only the adapter moves) or `"auto"` (`"adapter"` where vLLM
-            can serve it, otherwise `"full"`).
+            How updated weights reach vLLM: `"full"` (all weights, with an adapter merged into them), `"adapter"` (a
+            colocated engine serves the base and the live LoRA adapter, and only the adapter moves) or `"auto"`
+            (`"adapter"` where vLLM can serve it, otherwise `"full"`).
         vllm_weight_rounding (`str`, *optional*, defaults to `"auto"`):
-            How weights are rounded that the trainer holds in a finer dtype than vLLM. `"nearest"` hides updates that are
-            smaller than the spacing of vLLM's dtype. `"stochastic"` has the trainer's weight as its expectation.
-            `"auto"` decides for each weight by what the trainer computes with: `"nearest"` under autocast (`bf16`,
-            `fp16`) and for weights that are not trained; `"stochastic"` for all others, and wherever an adapter is
-            merged into a weight.
+            How weights are rounded to vLLM's dtype where the trainer's is finer. `"nearest"` hides updates that are
+            smaller than the spacing of vLLM's dtype. `"stochastic"` rounds at random, so that the expectation is the
+            trainer's weight. `"auto"` decides for each weight: `"nearest"` if it is used under autocast (`bf16`, `fp16`)
+            or not trained, `"stochastic"` otherwise, and always if an adapter is merged into it.
         vllm_dtype (`str`, *optional*, defaults to `"auto"`):
             Dtype of a colocated engine: `"bfloat16"`, `"float16"`, `"float32"` or `"auto"`, vLLM's choice (that of the
             checkpoint, and `"bfloat16"` or `"float16"` for a float32 one).
@@ -176,8 +175,9 @@ class PDMGRPOConfig(GRPOConfig):
     divergence_support: str = field(
         default="topk",
         metadata={
-            "help": "Tokens told apart by the divergence: 'topk', the behaviour policy's `divergence_top_k` most "
-            "probable tokens and the sampled one, or 'binary', the sampled token only. All others form one category.",
+            "help": "Tokens that the divergence tells apart: 'topk', the behaviour policy's `divergence_top_k` most "
+            "probable tokens and the sampled one, or 'binary', the sampled token only. All other tokens form one "
+            "category.",
             "choices": list(SUPPORTS),
         },
     )
@@ -203,17 +203,18 @@ class PDMGRPOConfig(GRPOConfig):
     proximity: str = field(
         default="divergence",
         metadata={
-            "help": "What tells whether a token is outside the trust region: 'divergence' (`divergence_threshold`) or "
-            "'ratio' (the importance ratio, with `epsilon` and `epsilon_high`).",
+            "help": "Measure that tells whether a token is outside the trust region: 'divergence', the divergence, "
+            "bounded by `divergence_threshold`, or 'ratio', the importance ratio, bounded by `epsilon` and "
+            "`epsilon_high`.",
             "choices": list(PROXIMITIES),
         },
     )
     direction: str = field(
         default="predictive",
         metadata={
-            "help": "What tells whether an update moves the policy further out: 'predictive', the predicted change of "
-            "the divergence; 'ratio', whether the ratio is above or below 1; or 'none': every update from outside is "
-            "masked, wherever it leads.",
+            "help": "Measure that tells whether an update moves the policy further out: 'predictive', the predicted "
+            "change of the divergence, or 'ratio', whether the ratio is above or below 1. With 'none' every token "
+            "outside is masked, wherever its update leads.",
             "choices": list(DIRECTIONS),
         },
     )
@@ -228,64 +229,65 @@ class PDMGRPOConfig(GRPOConfig):
     )
     importance_ratio_max: float | None = field(
         default=20.0,
-        metadata={"help": "Upper bound of the importance ratio's weight in the loss. `None` disables the truncation."},
+        metadata={"help": "Upper bound of the importance ratio in the loss. `None` disables the truncation."},
     )
     log_realized_alignment: bool = field(
         default=False,
         metadata={
-            "help": "Log how often each direction was right about the divergence of the tokens that updated the policy "
-            "from outside the trust region, measured at no extra forward pass when an update comes back to the same "
-            "tokens (`num_iterations` above 1)."
+            "help": "Whether to log how often each direction was right about the tokens that updated the policy from "
+            "outside the trust region: whether their divergence then moved as it had said. This needs "
+            "`num_iterations` above 1, so that the same tokens come back. It adds no forward pass."
         },
     )
     log_token_assessments: int = field(
         default=0,
         metadata={
-            "help": "Number of completions of which every token is recorded each time the run logs, in "
-            "`output_dir/token_assessments`, for `python -m trl_pdm.report`. They are a random sample of the main "
-            "process's last micro-batch. `0` records none."
+            "help": "Number of completions to record, with every token, each time the run logs. They are a random "
+            "sample of the main process's last micro-batch. They go to `output_dir/token_assessments`, and "
+            "`python -m trl_pdm.report` shows them. `0` records none."
         },
     )
     sampling_support: str = field(
         default="full",
         metadata={
             "help": "Tokens over which the training policy is normalised when vLLM samples with `top_p`, `top_k`, "
-            "`min_p` or structured outputs, which renormalise the behaviour policy over the tokens that survive: "
-            "'full', the whole vocabulary, so that ratio and divergence carry the logarithm of the surviving "
-            "probability, or 'replay', the same surviving tokens wherever the top K contains them all.",
+            "`min_p` or structured outputs. vLLM then normalises the behaviour policy over the tokens that survive. "
+            "'full': the whole vocabulary, so that ratio and divergence contain the logarithm of the surviving "
+            "probability. 'replay': the same surviving tokens, wherever the top K contains them all.",
             "choices": ["full", "replay"],
         },
     )
     sync_check_steps: int = field(
         default=50,
         metadata={
-            "help": "Compare the logprobs that vLLM sampled with the training policy's, on the same weights, after the "
-            "first sync and then every so many steps. `0` disables the check."
+            "help": "Number of steps between two checks of the weights in vLLM. The first check follows the first sync. "
+            "A check compares the logprobs that vLLM sampled with the training policy's, on the same weights. `0` "
+            "disables it."
         },
     )
     sync_check_threshold: float = field(
         default=0.5,
         metadata={
-            "help": "Mean absolute difference of logprobs, in nats, at which the check stops the run: only wrong "
-            "weights explain it."
+            "help": "Mean absolute difference of logprobs, in nats, above which the check stops the run. Only wrong "
+            "weights explain so large a difference."
         },
     )
     vllm_weight_sync: str = field(
         default="auto",
         metadata={
-            "help": "How updated weights reach vLLM: 'full' (all of them, an adapter merged), 'adapter' (a colocated "
-            "engine serves the base and the live LoRA adapter, and only the adapter moves) or 'auto' ('adapter' where "
-            "vLLM can serve it, otherwise 'full').",
+            "help": "How updated weights reach vLLM: 'full' (all weights, with an adapter merged into them), 'adapter' "
+            "(a colocated engine serves the base and the live LoRA adapter, and only the adapter moves) or 'auto' "
+            "('adapter' where vLLM can serve it, otherwise 'full').",
             "choices": list(WEIGHT_SYNCS),
         },
     )
     vllm_weight_rounding: str = field(
         default="auto",
         metadata={
-            "help": "How weights that the trainer holds in a finer dtype than vLLM are rounded to vLLM's: 'nearest', "
-            "which hides updates smaller than the spacing of that dtype; 'stochastic', whose expectation is the "
-            "trainer's weight; or 'auto', for each weight what the trainer computes with: 'nearest' under autocast "
-            "(`bf16`, `fp16`) and for weights that are not trained, otherwise, and for merged adapters, 'stochastic'.",
+            "help": "How weights are rounded to vLLM's dtype where the trainer's is finer. 'nearest' hides updates that "
+            "are smaller than the spacing of vLLM's dtype. 'stochastic' rounds at random, so that the expectation is "
+            "the trainer's weight. 'auto' decides for each weight: 'nearest' if it is used under autocast (`bf16`, "
+            "`fp16`) or not trained, 'stochastic' otherwise, and always if an adapter is merged into it.",
             "choices": list(WEIGHT_ROUNDINGS),
         },
     )
@@ -307,18 +309,18 @@ class PDMGRPOConfig(GRPOConfig):
 
     @property
     def mask_replaces_clipping(self) -> bool:
-        """Whether TRL's loss would only clip the ratio, so that the mask takes the place of that."""
+        """Whether the mask takes the place of TRL's clipping: where TRL's loss does nothing else to the ratio."""
         only_clips = self.loss_type in LOSSES_WITHOUT_SHAPING and self.importance_sampling_level == "token"
         return only_clips and self.delta is None
 
     @property
     def clips_by_epsilon(self) -> bool:
-        """Whether TRL's loss clips the ratio at `epsilon`, besides the mask."""
+        """Whether TRL's loss clips the ratio by `epsilon`, besides the mask."""
         return not self.mask_replaces_clipping and self.loss_type not in LOSSES_WITHOUT_EPSILON
 
     @property
     def trust_region(self) -> TrustRegion:
-        """The trust region of these choices and thresholds."""
+        """The [`TrustRegion`] that these fields describe, made anew."""
         low, high = {
             "divergence": (self.divergence_threshold, self.divergence_threshold_high),
             "ratio": (self.epsilon, self.epsilon_high),
@@ -327,14 +329,14 @@ class PDMGRPOConfig(GRPOConfig):
         return TrustRegion(threshold_low=low, threshold_high=low if high is None else high, **choices)
 
     @property
-    def candidates(self) -> int:
-        """How many of the behaviour policy's most probable tokens are asked for, besides the sampled one."""
+    def num_candidates(self) -> int:
+        """How many of the behaviour policy's most probable tokens are needed, besides the sampled one: K, or 0."""
         wanted = self.trust_region.needs_candidates or self.sampling_support == "replay"
         return self.divergence_top_k if wanted else 0
 
     @property
     def needs_sum_sq(self) -> bool:
-        """Whether the sum of squared training probabilities is read, by the mask or for the logs."""
+        """Whether the sum of squared training probabilities is needed, by the mask or for the logs."""
         region = self.trust_region
         logged = self.log_realized_alignment and region.needs_candidates and region.tail_estimator == "exact"
         return region.needs_sum_sq or logged
@@ -353,7 +355,7 @@ class PDMGRPOConfig(GRPOConfig):
         note(the_mask, *(_OF_THE_REGION[name] for name in set(_OF_THE_REGION) - region.reads))
         if self.needs_sum_sq:
             idle.pop("tail_estimator", None)
-        if not self.candidates:
+        if not self.num_candidates:
             note(the_mask, "divergence_top_k")
         if self.proximity == "ratio":
             note("`proximity='ratio'` is bounded by `epsilon`", "divergence_threshold", "divergence_threshold_high")
@@ -376,23 +378,27 @@ class PDMGRPOConfig(GRPOConfig):
         return {name: reason for name, reason in sorted(idle.items()) if getattr(self, name) != defaults[name]}
 
     def warn_of_options_without_effect(self) -> None:
-        """Say once which options were set and change nothing, and why."""
+        """Warn of the options that were set and change nothing, each with the reason."""
         if idle := self.without_effect():
             reasons = "; ".join(f"`{name}={getattr(self, name)!r}`, as {reason}" for name, reason in idle.items())
             logger.warning(f"These options have no effect here: {reasons}.")
 
     def check_vocabulary(self, vocab_size: int, tokens: int = 0) -> None:
-        """Refuse a top K, or tokens, that the model's vocabulary does not have.
+        """Refuse a tokenizer or a top K that is larger than the model's vocabulary.
+
+        Args:
+            vocab_size (`int`): of the model.
+            tokens (`int`, *optional*, defaults to `0`): number of ids that the tokenizer may produce.
 
         Raises:
-            ValueError: `divergence_top_k` or `tokens`, the tokenizer's, is above `vocab_size`.
+            ValueError: `tokens` is above `vocab_size`, or so is `divergence_top_k`, where it is needed.
         """
         if tokens > vocab_size:
             raise ValueError(
                 f"The tokenizer of `processing_class` has token ids up to {tokens - 1}, but the model embeds {vocab_size} "
                 f"(`vocab_size`). Call `model.resize_token_embeddings({tokens})`, or use the model's own tokenizer."
             )
-        if self.candidates > vocab_size:
+        if self.num_candidates > vocab_size:
             raise ValueError(
                 f"`divergence_top_k` must be at most the model's vocabulary of {vocab_size} tokens, got "
                 f"{self.divergence_top_k}."
@@ -404,10 +410,13 @@ class PDMGRPOConfig(GRPOConfig):
 
     @classmethod
     def from_grpo(cls, args: GRPOConfig | None) -> "PDMGRPOConfig | None":
-        """PDM's defaults around everything set in a plain [`~trl.GRPOConfig`]; a `PDMGRPOConfig` or `None` as it is.
+        """Make a `PDMGRPOConfig` of a plain [`~trl.GRPOConfig`]: all that it sets, and PDM's defaults.
+
+        A `PDMGRPOConfig` is checked again and returned, `None` is returned.
 
         Raises:
             TypeError: `args` is of another subclass of `GRPOConfig`, whose behaviour would be lost.
+            ValueError: A field is out of range, or does not go with another.
         """
         if args is None:
             return None
@@ -436,7 +445,7 @@ class PDMGRPOConfig(GRPOConfig):
                 isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
             )
 
-        # As TRL's earlier releases had it: not set
+        # In TRL's earlier releases `None` was the default of both
         self.top_k = 0 if self.top_k is None else self.top_k
         self.top_p = 1.0 if self.top_p is None else self.top_p
         for name, choices in _CHOICES.items():
@@ -446,6 +455,11 @@ class PDMGRPOConfig(GRPOConfig):
             refuse("divergence_threshold", "a positive, finite number (0.15 is a good start)")
         if self.divergence_threshold_high is not None and not is_positive(self.divergence_threshold_high):
             refuse("divergence_threshold_high", "a positive, finite number, or `None` for `divergence_threshold`")
+        if self.proximity == "ratio":
+            for name in ("epsilon", "epsilon_high"):
+                bound = getattr(self, name)
+                if bound is not None and not bound >= 0:  # not "<", which lets NaN pass
+                    refuse(name, "a number that is not negative, with `proximity='ratio'`")
         if self.importance_ratio_max is not None and not (
             is_positive(self.importance_ratio_max) and self.importance_ratio_max >= 1
         ):

@@ -97,7 +97,7 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
         args = self.args
         if self.is_world_process_zero():
             args.warn_of_options_without_effect()
-        self._region = args.trust_region
+        self._region, self._needs_sum_sq = args.trust_region, args.needs_sum_sq
         self._ratio_max = args.importance_ratio_max if args.mask_replaces_clipping else None
         if args.mask_replaces_clipping:
             self.epsilon_low = self.epsilon_high = math.inf
@@ -170,7 +170,7 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
             logits_to_keep,
             batch_size,
             ids=ids,
-            with_sum_sq=self.args.needs_sum_sq,
+            with_sum_sq=self._needs_sum_sq,
             with_grad=self.args.sampling_support == "replay",
         ) as scores:
             outputs = super()._get_per_token_logps_and_entropies(

@@ -58,7 +58,7 @@ def main(args: argparse.Namespace, folder: str) -> None:
 
     vllm_generation.LLM = one_engine
     backends = {0: VLLMGeneration(logprobs=0, **common)}
-    backends |= {top_k: TopKVLLMGeneration(divergence_top_k=top_k, **common) for top_k in args.top_k}
+    backends |= {top_k: TopKVLLMGeneration(num_candidates=top_k, **common) for top_k in args.top_k}
     prompts = torch.randint(2, vocab_size, (args.sequences, args.prompt_length)).tolist()
 
     rollout_times = {top_k: [] for top_k in backends}

@@ -334,8 +334,8 @@ def test_training_on_the_engines_rollouts(on_engine):
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_a_users_number_of_logprobs_is_refused(mode):
-    with pytest.raises(ValueError, match=r"`generation_kwargs` sets `logprobs` to 3. .* `divergence_top_k` \(20\)"):
-        TopKVLLMGeneration(divergence_top_k=20, mode=mode, generation_kwargs={"logprobs": 3})
+    with pytest.raises(ValueError, match=r"`generation_kwargs` sets `logprobs` to 3. .* here 20. `divergence_top_k`"):
+        TopKVLLMGeneration(num_candidates=20, mode=mode, generation_kwargs={"logprobs": 3})
 
 
 # ---- A vLLM server

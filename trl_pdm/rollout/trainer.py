@@ -126,7 +126,7 @@ class TopKRolloutTrainer(GRPOTrainer):
         behavior, needs_scores = None, several_steps
         if rollout.logprobs is not None:
             vocab_size = self.model.config.get_text_config().vocab_size
-            behavior = collate(rollout.logprobs, batch["completion_ids"], self.args.candidates, vocab_size)
+            behavior = collate(rollout.logprobs, batch["completion_ids"], self.args.num_candidates, vocab_size)
             needs_scores = False
         if self.rollout_func is not None:
             needs_scores = needs_scores or lack_candidates(behavior, batch, self._trained_on(batch))
@@ -176,7 +176,7 @@ class TopKRolloutTrainer(GRPOTrainer):
         score, args = super()._get_per_token_logps_and_entropies, self.args
         batch_size = getattr(args, f"per_device_{self._mode}_batch_size")
         return score_behavior(
-            score, self.model, batch, batch_size, args.candidates, args.gradient_checkpointing_kwargs
+            score, self.model, batch, batch_size, args.num_candidates, args.gradient_checkpointing_kwargs
         )
 
     @staticmethod

@@ -75,7 +75,7 @@ class TopKVLLMGeneration(VLLMGeneration):
     """TRL's vLLM backend, but its logprobs are [`TokenLogprob`]s and its weights come through [`choose_sync`].
 
     Args:
-        divergence_top_k (`int`): number of the most probable tokens to ask the engine for, besides the sampled one.
+        num_candidates (`int`): how many of the most probable tokens to ask the engine for, besides the sampled one.
         weight_sync (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"full"` or `"adapter"`.
         quantization (`str`, *optional*): vLLM's quantization of a colocated engine.
         dtype (`str`, *optional*, defaults to `"auto"`): that of a colocated engine, or vLLM's choice.
@@ -92,7 +92,7 @@ class TopKVLLMGeneration(VLLMGeneration):
     def __init__(
         self,
         *,
-        divergence_top_k: int,
+        num_candidates: int,
         weight_sync: str = "auto",
         quantization: str | None = None,
         dtype: str = "auto",
@@ -101,7 +101,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         ends: Callable[[], Sequence[int]] = tuple,
         **kwargs: Any,
     ):
-        self.divergence_top_k = divergence_top_k
+        self.num_candidates = num_candidates
         self.weight_sync = weight_sync
         self.quantization = quantization
         self.dtype = dtype
@@ -111,7 +111,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         self.last_sync: SyncRecord | None = None
         self._told_of_truncation = self._told_of_unknown_support = False
         self._check_generation_kwargs(kwargs.get("generation_kwargs") or {})
-        super().__init__(**kwargs | {"logprobs": divergence_top_k})
+        super().__init__(**kwargs | {"logprobs": num_candidates})
         if not self.samples_from_the_policy:
             logger.warning(
                 "vLLM samples with penalties or biases (`repetition_penalty`, or one of "
@@ -127,7 +127,7 @@ class TopKVLLMGeneration(VLLMGeneration):
     def of(cls, args: "PDMGRPOConfig", **kwargs: Any) -> "TopKVLLMGeneration":
         """The backend as a trainer's arguments want it."""
         return cls(
-            divergence_top_k=args.candidates,
+            num_candidates=args.num_candidates,
             weight_sync=args.vllm_weight_sync,
             quantization=args.vllm_quantization,
             dtype=args.vllm_dtype,
@@ -152,7 +152,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         )
         if self.mode != "colocate":
             return super()._init_vllm()
-        ours: dict[str, Any] = {"max_logprobs": max(self.divergence_top_k, VLLM_DEFAULT_MAX_LOGPROBS)}
+        ours: dict[str, Any] = {"max_logprobs": max(self.num_candidates, VLLM_DEFAULT_MAX_LOGPROBS)}
         ours |= self._sync.engine_kwargs
         ours |= engine_kwargs_for(self.model, self.model_impl, self.trust_remote_code)
         if self.quantization is not None:
@@ -185,10 +185,10 @@ class TopKVLLMGeneration(VLLMGeneration):
         config = self.vllm_client.get_server_info()["model_config"]
         most, mode = config["max_logprobs"], config["logprobs_mode"]
         self._settle_precision(getattr(torch, config["dtype"].removeprefix("torch.")), config["quantization"])
-        if 0 <= most < self.divergence_top_k:  # -1 is no limit
+        if 0 <= most < self.num_candidates:  # -1 is no limit
             raise ValueError(
-                f"`divergence_top_k` is {self.divergence_top_k}, but the vLLM server returns at most {most} logprobs a "
-                f"token. Restart it with `--max-logprobs {self.divergence_top_k}`, or lower `divergence_top_k`."
+                f"`divergence_top_k` is {self.num_candidates}, but the vLLM server returns at most {most} logprobs a "
+                f"token. Restart it with `--max-logprobs {self.num_candidates}`, or lower `divergence_top_k`."
             )
         if mode != "processed_logprobs":
             logger.warning(
@@ -200,8 +200,8 @@ class TopKVLLMGeneration(VLLMGeneration):
     def _check_generation_kwargs(self, generation_kwargs: Mapping[str, Any]) -> None:
         if "logprobs" in generation_kwargs:
             raise ValueError(
-                f"`generation_kwargs` sets `logprobs` to {generation_kwargs['logprobs']}. Leave it out: "
-                f"`divergence_top_k` ({self.divergence_top_k}) says how many are needed."
+                f"`generation_kwargs` sets `logprobs` to {generation_kwargs['logprobs']}. Leave it out: as many are asked "
+                f"for as the mask reads, here {self.num_candidates}. `divergence_top_k` sets that number."
             )
         for name in ("temperature", "top_p", "top_k", "min_p"):
             if name in generation_kwargs:
@@ -303,7 +303,7 @@ class TopKVLLMGeneration(VLLMGeneration):
             logger.warning(
                 f"`sampling_support='replay'` left {unknown:.0%} of the tokens as they are, because not all tokens that "
                 "sampling could choose from are among their candidates. Raise `divergence_top_k` "
-                f"({self.divergence_top_k}), or lower `top_p` or `top_k`."
+                f"({self.num_candidates}), or lower `top_p` or `top_k`."
             )
 
     def suspects(self) -> list[str]:
