@@ -541,5 +541,18 @@ def test_a_prompt_beyond_the_engines_context_and_diverged_weights_stop_the_run(t
     with torch.no_grad():
         trainer.model.lm_head.weight[3] = math.nan
     trainer.state.global_step += 1  # the next rollout syncs
-    with pytest.raises(ValueError, match="Every logprob that vLLM returned is NaN"):
+    with pytest.raises(ValueError, match="Every logprob that vLLM returned is NaN.*Resume from a checkpoint"):
+        generate(trainer, 6)
+
+    # The trainer's weights are whole again, but one of the engine's layers is what the memory held before
+    with torch.no_grad():
+        trainer.model.lm_head.weight[3] = 0
+    push = trainer.vllm_generation._sync.push
+
+    def undefined(model):
+        dict(model.named_parameters())["model.layers.1.post_attention_layernorm.weight"].data.fill_(math.nan)
+
+    monkeypatch.setattr(trainer.vllm_generation._sync, "push", lambda llm: (push(llm), llm.apply_model(undefined))[0])
+    trainer.state.global_step += 1
+    with pytest.raises(ValueError, match="The trainer's own are finite.*: model.layers.1.post_attention_layernorm\\."):
         generate(trainer, 6)

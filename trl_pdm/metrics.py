@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .trust_region import Evidence, TokenAssessment, TrustRegion, exp_ratio
+from .weight_sync import SYNC_BYTES, SYNC_DIFFERENCE_MAX, SYNC_DIFFERENCE_MEAN, SYNC_SECONDS
 
 
 if TYPE_CHECKING:
@@ -207,11 +208,11 @@ METRICS: tuple[Metric, ...] = (
     TokenMetric("importance_ratio/max", "max", "the largest ratio", SCORED, lambda t: t.ratio),
     TokenMetric("importance_ratio/truncated", "share", "the ratio is truncated at `importance_ratio_max`", SCORED,
                 lambda t: t.ratio > (torch.inf if t.ratio_max is None else t.ratio_max)),
-    Metric("weight_sync/seconds", "value", "seconds that the last weight sync took"),
-    Metric("weight_sync/bytes", "value", "bytes that the last weight sync moved"),
-    Metric("weight_sync/logp_difference_mean", "value",
+    Metric(SYNC_SECONDS, "value", "seconds that the last weight sync took"),
+    Metric(SYNC_BYTES, "value", "bytes that the last weight sync moved"),
+    Metric(SYNC_DIFFERENCE_MEAN, "value",
            "mean difference of vLLM's logprobs from the trainer's right after a sync, in nats"),
-    Metric("weight_sync/logp_difference_max", "value", "the largest of these differences, in nats"),
+    Metric(SYNC_DIFFERENCE_MAX, "value", "the largest of these differences, in nats"),
 )
 # fmt: on
 TOKEN_METRICS = tuple(metric for metric in METRICS if isinstance(metric, TokenMetric))

@@ -104,9 +104,11 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
         self._token_metrics = TokenMetrics(self.accelerator.gather)
         self._masked_column = MaskedColumn(self._logs["extra"], self.accelerator, self.log_completions)
         self._token_records = TokenRecords(args, writes=self.is_world_process_zero())
-        self._noise = noise.sources(self.model, args.neftune_noise_alpha)
-        noise.warn_of(self._noise)
-        self._sync_check = SyncCheck(args.sync_check_steps, args.sync_check_threshold, self.accelerator.gather)
+        noise.warn_of(found := noise.sources(self.model, args.neftune_noise_alpha))
+        self._sync_check: SyncCheck | None = None
+        if self.use_vllm and self.rollout_func is None:
+            steps, threshold = args.sync_check_steps, args.sync_check_threshold
+            self._sync_check = SyncCheck(steps, threshold, self.accelerator.gather, self.vllm_generation, found)
 
     def train(self, *args, **kwargs):
         if self.is_world_process_zero():
@@ -154,12 +156,10 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
 
         mask = self._trained_on(loss.given)
         # Until the first update after a rollout vLLM and the trainer hold the same weights
-        if self.use_vllm and self.model.training and self.rollout_func is None:
-            apart = self._sync_check(
-                self.vllm_generation, self.state.global_step, self._sampled_at, evidence, mask, again, self._noise
-            )
+        if self._sync_check and self.model.training:
+            apart = self._sync_check(self.state.global_step, self._sampled_at, evidence, mask, again)
             for name, value in apart.items():
-                self._metrics["train"][f"weight_sync/{name}"].append(value)
+                self._metrics["train"][name].append(value)
         return self._apply_trust_region(loss, evidence, logps, entropy, mask), entropy, *others
 
     def _gather_evidence(self, loss, model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs):

@@ -120,7 +120,7 @@ def run(trainer, batch, tail_estimator) -> float:
     trainer.model.zero_grad()
     if isinstance(trainer, TimedPDM):
         trainer.args.tail_estimator = tail_estimator
-        trainer._region = trainer.args.trust_region
+        trainer._region, trainer._needs_sum_sq = trainer.args.trust_region, trainer.args.needs_sum_sq
     own_seconds, start = 0.0, now()
     trainer.compute_loss(trainer.model, dict(batch)).backward()
     return now() - start
@@ -180,7 +180,7 @@ def measure(repeats: int) -> pd.DataFrame:
 
 def measure_replay() -> None:
     """Print the peak memory with `sampling_support="replay"`, whose backward pass goes through all candidates."""
-    engine = SimpleNamespace(truncates=True, samples_from_the_policy=False)  # all that the loss asks of one
+    engine = SimpleNamespace(truncates=True)  # all that the loss asks of one
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(TimedPDM, folder, USUAL["vocabulary"])
         trainer.use_vllm, trainer.vllm_generation = True, engine

@@ -21,34 +21,38 @@ from trl_pdm.weight_sync.check import SyncCheck, WeightSyncError
 from trl_pdm.weight_sync.rounding import WeightRounding
 
 
+def make_check(every, threshold=0.5, **engine):
+    """Of an engine with these attributes."""
+    return SyncCheck(every, threshold, gather=lambda x: x, engine=SimpleNamespace(**engine))
+
+
 def test_check_is_due_right_after_a_sync_and_then_every_so_many_steps():
-    check = SyncCheck(10, 0.5, gather=lambda x: x)
+    check = make_check(10)
     same = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.bool)
     due = []
     for step in range(30):
         if check.is_due(step, sampled_at=step // 4 * 4):
             due.append(step)
-            assert check.run(step, *same, suspects=list) == {"logp_difference_mean": 0, "logp_difference_max": 0}
+            assert check.run(step, *same) == {f"weight_sync/logp_difference_{of}": 0 for of in ("mean", "max")}
     assert due == [0, 12, 24]
     assert check.is_due(4, sampled_at=4), "of another training, with the same trainer"
     assert not check.is_due(40, sampled_at=None)
-    assert not any(SyncCheck(0, 0.5, gather=lambda x: x).is_due(step, step) for step in range(5))
+    assert not any(make_check(0).is_due(step, step) for step in range(5))
 
 
 def test_nothing_to_compare_says_nothing_and_stays_due():
-    check = SyncCheck(10, 0.5, gather=lambda x: x)
+    check = make_check(10)
     nothing = torch.full((1, 2, 1), torch.nan), torch.zeros(1, 2, 1), torch.tensor([[True, False]])
-    assert check.run(0, *nothing, suspects=list) == {}
+    assert check.run(0, *nothing) == {}
     assert check.is_due(0, sampled_at=0)
 
 
 def test_difference_above_the_threshold_or_no_number_stops():
-    check = SyncCheck(1, 0.5, gather=lambda x: x)
-    check.verify(0.5, 3.0, suspects=lambda: pytest.fail("nothing is wrong"))
+    make_check(1, suspects=lambda: pytest.fail("nothing is wrong")).verify(0.5, 3.0)
     with pytest.raises(WeightSyncError, match="0.510 nats .* `sync_check_threshold=0.5` .*: a, b"):
-        check.verify(0.51, 3.0, suspects=lambda: ["a", "b"])
+        make_check(1, suspects=lambda: ["a", "b"]).verify(0.51, 3.0)
     with pytest.raises(WeightSyncError, match="No tensor can be named"):
-        check.verify(float("nan"), 3.0, suspects=lambda: [])
+        make_check(1, suspects=list).verify(float("nan"), 3.0)
 
 
 def test_a_layer_that_cannot_be_asked_does_not_hide_the_error():
@@ -56,20 +60,17 @@ def test_a_layer_that_cannot_be_asked_does_not_hide_the_error():
         raise NotImplementedError("of a kernel")
 
     with pytest.raises(WeightSyncError, match=r"by 1.000 nats on average .* \(NotImplementedError\('of a kernel'\)\)"):
-        SyncCheck(10, 0.5, gather=lambda x: x).verify(1.0, 2.0, suspects)
+        make_check(10, suspects=suspects).verify(1.0, 2.0)
 
 
 CANNOT_TELL = SimpleNamespace(can_round_the_trainer=False, advice="")
 
 
-def checked(behavior, policy, valid, **engine):
+def checked(behavior, policy, valid):
     """What the check makes of evidence from an engine that truncates."""
-    engine = SimpleNamespace(
-        samples_from_the_policy=True, truncates=True, suspects=list, rounding=CANNOT_TELL, **engine
-    )
+    check = make_check(1, samples_from_the_policy=True, truncates=True, suspects=list, rounding=CANNOT_TELL)
     evidence = trust_region.Evidence(behavior.log(), policy.log(), valid, vocab_size=4)
-    check, mask = SyncCheck(1, 0.5, gather=lambda x: x), torch.ones(valid.shape[:-1], dtype=torch.bool)
-    return check(engine, 0, 0, evidence, mask, again=None, noise={})
+    return check(0, 0, evidence, torch.ones(valid.shape[:-1], dtype=torch.bool), again=None)
 
 
 def test_tokens_that_were_forced_say_nothing_of_the_weights():
@@ -80,7 +81,7 @@ def test_tokens_that_were_forced_say_nothing_of_the_weights():
     valid = torch.tensor([[True, False, False, False]] * 9 + [[True, False, True, False]])[None]
     # By hand: over the two survivors the trainer's own are 3/4 and 1/4
     found = checked(behavior, policy, valid)
-    assert found["logp_difference_mean"] == pytest.approx(math.log(0.75 / 0.5))
+    assert found["weight_sync/logp_difference_mean"] == pytest.approx(math.log(0.75 / 0.5))
 
 
 def test_the_check_is_off_where_the_survivors_are_not_known(monkeypatch):
@@ -121,12 +122,10 @@ def explained(apart, moved, mode="nearest", can=True, monkeypatch=None):
     said = []
     monkeypatch.setattr(sync_check.logger, "warning", said.append)
     rounding = WeightRounding(mode, tiny.model(30), merged=False, sharded=not can)
-    check = SyncCheck(1, 0.5, gather=lambda x: x)
+    check, found = make_check(1, rounding=rounding), {"weight_sync/logp_difference_mean": apart}
     trained, mask = torch.zeros(1, 2, 1), torch.tensor([[True, False]])
     for _ in range(2):
-        check.tell_why(
-            {"logp_difference_mean": apart}, trained, mask, rounding, lambda: torch.tensor([[[-moved], [9.0]]])
-        )
+        check.tell_why(found, trained, mask, lambda: torch.tensor([[[-moved], [9.0]]]))
     return said
 
 
@@ -219,9 +218,9 @@ class TestOnARealEngine:
     def test_dropout_is_left_out_of_the_comparison(self, trainer, restart, monkeypatch):
         for layer in trainer.model.model.layers:
             monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.5)
-        monkeypatch.setattr(trainer, "_noise", noise.sources(trainer.model))
+        monkeypatch.setattr(trainer._sync_check, "noise", noise.sources(trainer.model))
         quiet = [log["weight_sync/logp_difference_mean"] for log in restart() if "reward" in log]
-        monkeypatch.setattr(trainer, "_noise", {})  # compared with the training forward, as it is
+        monkeypatch.setattr(trainer._sync_check, "noise", {})  # compared with the training forward, as it is
         monkeypatch.setattr(trainer._sync_check, "threshold", 100.0)
         noisy = [
             log["weight_sync/logp_difference_mean"] for log in restart() if "weight_sync/logp_difference_mean" in log

@@ -3,14 +3,14 @@
 from .candidates import Candidates, TokenLogprob, collate, from_lists
 from .functions import fill_in, lack_candidates, with_candidates
 from .own_policy import score_behavior
-from .vllm import TopKVLLMGeneration, check_not_all_nan, from_vllm_outputs
+from .vllm import TopKVLLMGeneration, all_nan, from_vllm_outputs
 
 
 __all__ = [
     "Candidates",
     "TokenLogprob",
     "TopKVLLMGeneration",
-    "check_not_all_nan",
+    "all_nan",
     "collate",
     "fill_in",
     "from_lists",

@@ -15,10 +15,11 @@ from .. import preflight
 from .._hooks import TRLCompatibilityError, substituted
 from ..checkpoint import last_complete_checkpoint
 from ..config import PDMGRPOConfig
+from ..weight_sync import SYNC_BYTES, SYNC_SECONDS
 from .candidates import collate
 from .functions import fill_in, lack_candidates, with_candidates
 from .own_policy import score_behavior
-from .vllm import TopKVLLMGeneration, check_not_all_nan
+from .vllm import TopKVLLMGeneration
 
 
 @dataclass
@@ -148,7 +149,7 @@ class TopKRolloutTrainer(GRPOTrainer):
         if not isinstance(output, tuple) or len(output) != 8:
             raise TRLCompatibilityError("`GRPOTrainer._generate` no longer returns 8 values, logprobs in fifth place.")
         if self.use_vllm and self.rollout_func is None:
-            check_not_all_nan(output[4])
+            self.vllm_generation.check_not_all_nan(output[4])
         if self._rollout and not self._rollout.sampled:  # a reward function may generate too
             self._rollout.sampled, self._rollout.logprobs = True, output[4]
         return output
@@ -159,8 +160,8 @@ class TopKRolloutTrainer(GRPOTrainer):
         synced, must_sync = engine.last_sync, self._last_loaded_step != self.state.global_step
         output = generate(prompts)
         if engine.last_sync is not synced:
-            self._metrics[self._mode]["weight_sync/seconds"].append(engine.last_sync.seconds)
-            self._metrics[self._mode]["weight_sync/bytes"].append(engine.last_sync.bytes)
+            self._metrics[self._mode][SYNC_SECONDS].append(engine.last_sync.seconds)
+            self._metrics[self._mode][SYNC_BYTES].append(engine.last_sync.bytes)
         elif must_sync:
             raise TRLCompatibilityError("`GRPOTrainer` no longer syncs vLLM's weights by `_last_loaded_step`.")
         return output

@@ -12,7 +12,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .._hooks import TRLCompatibilityError, substituted
-from ..weight_sync.check import differing_tensors
+from ..weight_sync.check import differing_tensors, named
 from ..weight_sync.engine import engine_kwargs_for, exceptional_dtypes, leaving_classes_alone, unquantized_view
 from ..weight_sync.parameters import is_bnb_quantized
 from ..weight_sync.rounding import AUTOCAST_DTYPES, WeightRounding
@@ -55,20 +55,10 @@ def from_vllm_outputs(outputs: list["RequestOutput"]) -> tuple[list[list[list[To
     return sequences, None
 
 
-def check_not_all_nan(logprobs: Sequence[Sequence[float]] | None) -> None:
-    """Refuse a rollout of an engine with NaN weights.
-
-    A single NaN is no evidence: its token is kept, with a ratio of 1, and counted in `trust_region/unscored`.
-
-    Raises:
-        ValueError: Every logprob is NaN.
-    """
+def all_nan(logprobs: Sequence[Sequence[float]] | None) -> bool:
+    """Whether there are logprobs, and each of them is NaN."""
     is_nan = (lp != lp for sequence in (() if logprobs is None else logprobs) for lp in sequence)
-    if next(is_nan, False) and all(is_nan):
-        raise ValueError(
-            "Every logprob that vLLM returned is NaN, so its weights are, and what it sampled is not worth training on. "
-            "Resume from a checkpoint, with a lower `learning_rate` or `max_grad_norm`."
-        )
+    return next(is_nan, False) and all(is_nan)
 
 
 class TopKVLLMGeneration(VLLMGeneration):
@@ -144,7 +134,7 @@ class TopKVLLMGeneration(VLLMGeneration):
             self.model,
             super()._iter_named_params,
             colocated=self.mode == "colocate",
-            sharded=self._dist.is_zero3 or self._dist.is_fsdp,
+            sharded=self._is_sharded,
             base_every_time=self.enable_sleep_mode,
             rounding=self.weight_rounding,
             autocast=AUTOCAST_DTYPES.get(self.accelerator.mixed_precision),
@@ -313,9 +303,35 @@ class TopKVLLMGeneration(VLLMGeneration):
             return []
         return differing_tensors(self.llm, self._sync.tensors())  # the base, where the adapter is served beside it
 
+    def check_not_all_nan(self, logprobs: Sequence[Sequence[float]] | None) -> None:
+        """Refuse a rollout of an engine with NaN weights, and say where they come from, if the trainer's are at hand.
+
+        A single NaN is no evidence: its token is kept, with a ratio of 1, and counted in `trust_region/unscored`.
+
+        Raises:
+            ValueError: Every logprob is NaN.
+        """
+        if not all_nan(logprobs):
+            return
+        cause = "Resume from a checkpoint, with a lower `learning_rate` or `max_grad_norm`."
+        # Of sharded weights a process cannot ask alone
+        if not self._is_sharded and all(param.isfinite().all() for param in self.model.parameters()):
+            cause = (
+                "The trainer's own are finite: either they overflow in the engine's dtype (set `vllm_dtype='float32'`), or "
+                f"some did not reach the engine (report it, or set `use_vllm=False`). {named(self.suspects)}"
+            )
+        raise ValueError(
+            "Every logprob that vLLM returned is NaN, so its weights are, and what it sampled is not worth training on. "
+            + cause
+        )
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._dist.is_zero3 or self._dist.is_fsdp
+
     @property
     def rounding(self) -> WeightRounding:
-        """How weights reach the engine."""
+        """How weights are rounded on their way to the engine."""
         return self._sync.rounding
 
     def sync_weights(self) -> None:

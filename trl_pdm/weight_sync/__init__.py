@@ -1,9 +1,13 @@
 """Training weights into vLLM, so that the engine samples from the policy that is trained.
 
-Two strategies: *full* moves every parameter, with the adapter merged and a quantized base dequantized; *adapter* moves
-the base once and then only the LoRA matrices, which vLLM serves next to it. A merged weight must be rounded to the
-engine's dtype; an adapter beside the base need not be, and is a small fraction of the bytes.
+There are two strategies. *Full* moves every parameter, with the adapter merged and a quantized base dequantized. *Adapter*
+moves the base once and then only the LoRA matrices, which vLLM serves next to it. They are a small fraction of the bytes,
+and rounding them to the engine's dtype takes far less from an update than rounding merged weights does.
 """
+
+# What is logged of a sync, and of the check after it
+SYNC_SECONDS, SYNC_BYTES = "weight_sync/seconds", "weight_sync/bytes"
+SYNC_DIFFERENCE_MEAN, SYNC_DIFFERENCE_MAX = "weight_sync/logp_difference_mean", "weight_sync/logp_difference_max"
 
 WEIGHT_SYNCS = ("auto", "full", "adapter")
 WEIGHT_ROUNDINGS = ("auto", "nearest", "stochastic")

@@ -1,4 +1,4 @@
-"""Does the engine hold the trainer's weights? The logprobs that it samples tell, and its layers tell which do not."""
+"""Does the engine hold the trainer's weights? Its logprobs tell whether, and its layers tell which ones it does not."""
 
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -8,8 +8,8 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from ..trust_region import Evidence, replay_support
+from . import SYNC_DIFFERENCE_MAX, SYNC_DIFFERENCE_MEAN
 from .parameters import Params
-from .rounding import WeightRounding
 
 
 if TYPE_CHECKING:
@@ -24,52 +24,58 @@ NOTABLE = 0.05  # nats: more than what an engine's own bfloat16 arithmetic makes
 
 
 class WeightSyncError(RuntimeError):
-    """The engine does not hold the trainer's weights."""
+    """vLLM does not hold the trainer's weights, so training on its samples would train on something else."""
 
 
 class SyncCheck:
-    """Compares, on the same weights, the logprobs that vLLM sampled with the training policy's.
+    """Compares the logprobs that vLLM sampled with the training policy's, while both have the same weights.
 
     Args:
         every (`int`): steps between two checks, 0 for none. The first comes with the first sync.
-        threshold (`float`): mean absolute difference, in nats, at which the run stops.
+        threshold (`float`): mean absolute difference, in nats, above which the run stops.
         gather (`Callable`): concatenates a tensor of all processes along the first dimension.
+        engine ([`TopKVLLMGeneration`]): what samples.
+        noise (`Collection`, *optional*): what makes the training forward random.
     """
 
-    def __init__(self, every: int, threshold: float, gather: Callable[[Tensor], Tensor]):
-        self.every, self.threshold, self._gather = every, threshold, gather
+    def __init__(
+        self,
+        every: int,
+        threshold: float,
+        gather: Callable[[Tensor], Tensor],
+        engine: "TopKVLLMGeneration",
+        noise: Collection[str] = (),
+    ):
+        self.every, self.threshold, self._gather, self.engine, self.noise = every, threshold, gather, engine, noise
         self._last: int | None = None
         self._told_why = False
 
     def __call__(
-        self,
-        engine: "TopKVLLMGeneration",
-        step: int,
-        sampled_at: int | None,
-        evidence: Evidence,
-        mask: Tensor,
-        again: Callable[..., Evidence],
-        noise: Collection[str],
+        self, step: int, sampled_at: int | None, evidence: Evidence, mask: Tensor, again: Callable[..., Evidence]
     ) -> dict[str, float]:
-        """Check a micro-batch, if it is time to: do vLLM and the trainer agree on its tokens?
+        """Check whether vLLM and the trainer agree on the tokens of a micro-batch, if a check is due.
 
         Args:
-            engine ([`TopKVLLMGeneration`]): what sampled.
-            step, sampled_at (`int`): the optimizer steps taken so far, and those when the tokens were sampled.
-            evidence ([`Evidence`]): the two policies there.
-            mask (`Tensor`, bool, `"B T"`): the tokens to compare.
-            again (`Callable`): makes the evidence anew without noise, within the context manager that it is given.
-            noise: what makes the training forward random.
+            step (`int`): the optimizer steps taken so far.
+            sampled_at (`int` or `None`): the optimizer steps taken when the tokens were sampled.
+            evidence ([`Evidence`]): the two policies at these tokens.
+            mask (`Tensor`, bool, `(B, T)`): the tokens to compare.
+            again (`Callable`): makes the evidence anew, without noise. It may be given a context manager to do so in.
 
-        Returns, raises: as [`run`].
+        Returns:
+            `dict[str, float]`: what is to be logged, as [`run`] returns it. Empty where none is due or none is possible.
+
+        Raises:
+            WeightSyncError: As [`run`].
         """
+        engine = self.engine
         if not engine.samples_from_the_policy or not self.is_due(step, sampled_at):
             return {}
         if engine.truncates and evidence.valid.shape[-1] == 1:
             logger.warning_once(
-                "The check of synced weights is off: sampling is truncated (`top_p`, `top_k`, `min_p` and the like), and the "
-                "mask reads the sampled token alone, so which tokens survived is not known. With "
-                "`sampling_support='replay'` it is."
+                "The check of synced weights is off, because sampling is truncated (`top_p`, `top_k`, `min_p` and the like) "
+                "and the mask reads the sampled token alone, so that nothing tells which tokens survived. "
+                "`sampling_support='replay'` turns it on."
             )
             return {}
 
@@ -80,41 +86,34 @@ class SyncCheck:
             # Where a single token survived, its probability is 1 whatever the weights
             return replayed, mask & complete & (replayed.valid.sum(-1) > 1)
 
-        evidence, known = over_support(again() if noise else evidence)
+        evidence, known = over_support(again() if self.noise else evidence)
         trained = evidence.policy_logps
-        apart = self.run(step, evidence.behavior_logps, trained, known, engine.suspects)
+        apart = self.run(step, evidence.behavior_logps, trained, known)
         self.tell_why(
-            apart,
-            trained,
-            known,
-            engine.rounding,
-            lambda: over_support(again(engine.rounding.rounded_trainer))[0].policy_logps,
+            apart, trained, known, lambda: over_support(again(engine.rounding.rounded_trainer))[0].policy_logps
         )
         return apart
 
     def is_due(self, step: int, sampled_at: int | None) -> bool:
-        """Whether to check at `step`: when the weights have not changed since the rollout, and it is time."""
+        """Whether to check at `step`: the weights are still those of the rollout, and the last check is long enough ago."""
         # A step before the last check is that of another training
         waits = self._last is not None and self._last <= step < self._last + self.every
         return self.every > 0 and step == sampled_at and not waits
 
-    def run(
-        self, step: int, sampled: Tensor, trained: Tensor, mask: Tensor, suspects: Callable[[], list[str]]
-    ) -> dict[str, float]:
-        """Compare, and stop a run whose difference only wrong weights explain.
+    def run(self, step: int, sampled: Tensor, trained: Tensor, mask: Tensor) -> dict[str, float]:
+        """Compare the sampled tokens' logprobs, and stop the run if only wrong weights explain their difference.
 
         Args:
             step (`int`): the optimizer steps taken so far.
-            sampled, trained (`Tensor`, `"B T K+1"`): logprobs in nats, the sampled tokens' in slot 0.
-            mask (`Tensor`, bool, `"B T"`): the tokens to compare.
-            suspects (`Callable`): names the tensors that differ, asked only before stopping.
+            sampled, trained (`Tensor`, float, `(B, T, K+1)`): logprobs in nats, the sampled tokens' in slot 0.
+            mask (`Tensor`, bool, `(B, T)`): the tokens to compare.
 
         Returns:
-            `dict[str, float]`: `logp_difference_mean` and `logp_difference_max`, in nats. Empty, and due again, where
-            there is no token to compare.
+            `dict[str, float]`: the mean and the largest absolute difference, in nats, under the names that they are logged
+            by. Empty where there is no token to compare; a check is then still due.
 
         Raises:
-            WeightSyncError: The mean is above the threshold (or no number).
+            WeightSyncError: The mean is above the threshold, or NaN.
         """
         apart = (sampled[..., 0] - trained[..., 0].detach()).abs()
         known = mask & ~sampled[..., 0].isnan()
@@ -126,27 +125,21 @@ class SyncCheck:
             return {}
         self._last = step
         mean, largest = total / count, gathered[:, 2].max().item()
-        self.verify(mean, largest, suspects)
-        return {"logp_difference_mean": mean, "logp_difference_max": largest}
+        self.verify(mean, largest)
+        return {SYNC_DIFFERENCE_MEAN: mean, SYNC_DIFFERENCE_MAX: largest}
 
     def tell_why(
-        self,
-        apart: dict[str, float],
-        trained: Tensor,
-        mask: Tensor,
-        rounding: WeightRounding,
-        with_rounded_weights: Callable[[], Tensor],
+        self, apart: dict[str, float], trained: Tensor, mask: Tensor, with_rounded_weights: Callable[[], Tensor]
     ) -> None:
-        """Say once, of a difference above 0.05 nats, how much of it is the rounding of the engine's weights.
+        """Warn once of a mean difference above 0.05 nats, and say how much of it is the rounding of the weights.
 
         Args:
             apart (`dict[str, float]`): what [`run`] returned.
             trained, mask: as for [`run`].
-            rounding ([`WeightRounding`]): how the weights reached the engine.
-            with_rounded_weights (`Callable`): computes `trained` in a block of [`WeightRounding.rounded_trainer`], asked
-                where that can be.
+            with_rounded_weights (`Callable`): computes `trained` in a block of [`WeightRounding.rounded_trainer`]. Called
+                only if that is possible.
         """
-        mean = apart.get("logp_difference_mean", 0)
+        mean, rounding = apart.get(SYNC_DIFFERENCE_MEAN, 0), self.engine.rounding
         if self._told_why or mean <= NOTABLE:
             return
         self._told_why = True
@@ -171,23 +164,18 @@ class SyncCheck:
                 f"{said}The rest is how the engine computes: in which precision, by which kernels, on which quantization."
             )
 
-    def verify(self, mean: float, largest: float, suspects: Callable[[], list[str]]) -> None:
-        """Stop a run whose difference only wrong weights explain.
+    def verify(self, mean: float, largest: float) -> None:
+        """Stop the run if only wrong weights explain so large a difference of logprobs.
+
+        Args:
+            mean, largest (`float`): absolute differences in nats.
 
         Raises:
-            WeightSyncError: `mean`, in nats, is above the threshold (or no number).
+            WeightSyncError: `mean` is above the threshold, or NaN.
         """
         if mean <= self.threshold:
             return
-        try:
-            names = suspects()
-            blame = (
-                f"These tensors differ from the trainer's: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
-                if names
-                else "No tensor can be named: suspect those that the engine fuses or repacks."
-            )
-        except Exception as error:  # of a kernel that was asked in a way it does not know: not what matters here
-            blame = f"No tensor can be named ({error!r})."
+        blame = named(self.engine.suspects)
         if mean != mean:
             blame = f"One of the two is no number; where it is the trainer's, its own weights are NaN. {blame}"
         raise WeightSyncError(
@@ -198,16 +186,30 @@ class SyncCheck:
         )
 
 
+def named(suspects: Callable[[], list[str]]) -> str:
+    """A sentence with the first of the names that `suspects` returns, or on why there are none."""
+    try:
+        names = suspects()
+    except Exception as error:  # of a kernel that was asked in a way it does not know: not what matters here
+        return f"No tensor can be named ({error!r})."
+    if not names:
+        return "No tensor can be named: suspect those that the engine fuses or repacks."
+    return f"These tensors differ from the trainer's: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+
+
 @torch.no_grad()
 def differing_tensors(llm: "LLM", named_params: Params, tolerance: float = 0.05) -> list[str]:
-    """Names of the engine's layers that do not compute what the trainer's weights would.
+    """Find the layers of an engine that do not compute what the trainer's weights would.
 
-    Layers are asked for their output rather than read: what they hold may be fused, packed or quantized.
+    It compares their outputs, because the weights that they hold may be fused, packed or quantized.
 
     Args:
         llm (`vllm.LLM`): an engine in this process.
         named_params: the trainer's parameters as the checkpoint names them.
         tolerance (`float`, *optional*, defaults to `0.05`): relative error that precision may explain.
+
+    Returns:
+        `list[str]`: the layers' names in the engine.
     """
     # Copies, because a merged adapter is unmerged again when the iterator ends; on the CPU, because memory may be short
     params = {name: param.detach().to("cpu", copy=True) for name, param in named_params}
@@ -235,8 +237,10 @@ def differing_tensors(llm: "LLM", named_params: Params, tolerance: float = 0.05)
                 actual, expected = own[: len(weight)].float(), weight
             else:
                 continue
-            if actual.shape == expected.shape and (actual - expected).norm() > tolerance * expected.norm():
-                differing.append(name)
+            if actual.shape == expected.shape:
+                actual, expected = actual.nan_to_num(), expected.nan_to_num()  # else a NaN is no difference
+                if (actual - expected).norm() > tolerance * expected.norm():
+                    differing.append(name)
         return differing
 
     return llm.apply_model(compare)[0]
