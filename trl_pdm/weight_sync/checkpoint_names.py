@@ -1,7 +1,7 @@
-"""From the names in memory to those in a checkpoint.
+"""Weights in memory under the names and in the shapes of a checkpoint.
 
-transformers keeps some weights fused or under other names than checkpoints do, and converts when it loads. vLLM reads
-checkpoints, so what is pushed to it takes the way back, which `save_pretrained` takes too.
+In memory, transformers keeps some weights fused or under other names, and converts them when it loads a checkpoint. vLLM
+reads checkpoints, so what is pushed to it is converted back, as `save_pretrained` does.
 """
 
 import copy
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class CheckpointNames:
-    """The way back of transformers' own conversion, for one tensor, or one group of tensors that become one, at a time.
+    """Converts tensors back to what a checkpoint holds, one tensor, or one group that is converted together, at a time.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model, without PEFT around it.
-        names: all names that will come, as they are in memory.
+        names (`Iterable`): the names in memory of all tensors that will come.
     """
 
     def __init__(self, model: "PreTrainedModel", names: Iterable[str]):
@@ -50,12 +50,12 @@ class CheckpointNames:
             self._group_sizes[target] = self._group_sizes.get(target, 0) + 1
 
     def renamed(self, name: str) -> str | None:
-        """The name in a checkpoint of the tensor `name`; `None` where it is kept there in another shape."""
+        """The name that the tensor `name` has in a checkpoint; `None` where a checkpoint holds it in another shape."""
         target, pattern = self._targets[name]
         return target if pattern is None else None
 
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """`named_tensors`, of this process's memory, under the names and in the shapes of a checkpoint."""
+        """Yield `named_tensors`, named as in memory, under the names and in the shapes of a checkpoint."""
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in named_tensors:
             if name not in self._targets:
@@ -65,7 +65,7 @@ class CheckpointNames:
                 yield target, tensor
                 continue
             group = waiting.setdefault(target, {})
-            # A tensor that waits for others may be one that is gathered only until the next comes
+            # A tensor that waits for others is copied, as it may be gathered only until the next one comes
             group[name] = tensor.detach() if self._group_sizes[target] == 1 else tensor.detach().clone()
             if len(group) == self._group_sizes[target]:
                 yield from self._converted(target, waiting.pop(target))
@@ -83,9 +83,9 @@ class CheckpointNames:
 
 def _transforms(model: "PreTrainedModel") -> list[WeightTransform]:
     loaded_by = getattr(model, "_weight_conversions", None)
-    # Those of a quantizer have no way back, and need none: what comes is dequantized
+    # A quantizer's cannot be reversed, and need not be: what comes is dequantized
     if loaded_by is not None and getattr(model, "hf_quantizer", None) is None:
         return list(loaded_by)
-    # Made in memory, a model has no prefix that a checkpoint left out
+    # A model that was made in memory has no prefix that a checkpoint left out
     found = get_model_conversion_mapping(model, add_legacy=False)
     return [transform for transform in found if not isinstance(transform, PrefixChange)]

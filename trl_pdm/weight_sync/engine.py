@@ -25,13 +25,16 @@ logger = get_logger(__name__)
 
 
 def unquantized_view(model: "PreTrainedModel | PeftModel") -> SimpleNamespace:
-    """What TRL is to see of a model whose dequantized weights the engine is to hold: it refuses 8-bit models, and
-    quantizes the engine for 4-bit ones."""
+    """What TRL is to see of a quantized model when it starts the engine: the model without its quantized layers.
+
+    Otherwise TRL refuses an 8-bit model, and has the engine quantize for a 4-bit one. Here the engine holds dequantized
+    weights of either.
+    """
     modules = [(name, m) for name, m in model.named_modules() if not get_bnb_param_type(getattr(m, "weight", None))]
     return SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
 
 
-# What vLLM loads past the loaders that its reload watches, by `model_type`
+# By `model_type`: models whose weights vLLM does not load through the loaders that its reload watches
 _NOT_RELOADED = {"gpt_oss": "vLLM's reload does not reach its experts and attention sinks"}
 
 
@@ -39,7 +42,7 @@ def engine_kwargs_for(
     model: "PreTrainedModel | PeftModel", model_impl: str = "auto", trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """
-    What an engine has to be told of a model that is not what its checkpoint says.
+    Arguments that `vllm.LLM` needs where the model in memory is not what its checkpoint says.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model that is trained.
@@ -47,8 +50,8 @@ def engine_kwargs_for(
         trust_remote_code (`bool`, *optional*, defaults to `False`): run code that comes with the checkpoint.
 
     Raises:
-        ValueError: The model has no checkpoint, its vocabulary is another inside a model of several modalities, or vLLM
-            cannot reload its weights.
+        ValueError: vLLM cannot reload the weights of this kind of model, the model has no checkpoint, or it is one of
+            several modalities whose embeddings were resized.
     """
     if (model_type := model.config.get_text_config().model_type) in _NOT_RELOADED:
         raise ValueError(
@@ -75,7 +78,7 @@ def engine_kwargs_for(
             )
         overrides["vocab_size"] = rows
     if overrides:
-        # Nothing in the checkpoint is for this engine, which gets its weights with the first sync
+        # The checkpoint does not fit this engine, which gets its weights with the first sync
         kwargs |= {"load_format": "dummy", "hf_overrides": overrides}
     if _runs_on_transformers(model, model_impl):
         kwargs["enforce_eager"] = True
@@ -92,8 +95,14 @@ def _runs_on_transformers(model: "PreTrainedModel | PeftModel", model_impl: str)
 
 @contextmanager
 def leaving_classes_alone() -> Iterator[None]:
-    """Keep vLLM's Transformers backend from decorating, for its compilation, a class of transformers that the trainer's
-    model shares: the trainer's own forward would fail from then on. The engine runs without compilation."""
+    """A block in which vLLM's Transformers backend compiles nothing.
+
+    To compile, it decorates a class of transformers that the trainer's model shares, and the trainer's own forward would
+    fail from then on.
+
+    Raises:
+        TRLCompatibilityError: vLLM's backend does this by another method.
+    """
     from vllm.model_executor.models.transformers.base import Base
 
     if not hasattr(Base, name := "_decorate_cls_for_torch_compile"):
@@ -116,13 +125,13 @@ def leaving_classes_alone() -> Iterator[None]:
 def reload_weights(llm: "LLM", named_params: Params) -> int:
     """Load `named_params`, in checkpoint format, through vLLM's own reload.
 
-    Loading into the live modules, as stock TRL does, fails where the engine repacked or quantized its weights after
-    loading; the reload undoes and redoes that.
+    Stock TRL loads into the live modules. That fails where the engine repacked or quantized its weights after loading.
+    The reload undoes this and does it again.
 
     Args:
         llm (`vllm.LLM`): an engine in this process.
-        named_params: names and tensors under the names of the Hugging Face checkpoint. The engine may keep the tensors:
-            they must not be the ones that training changes in place.
+        named_params: tensors by their names in the Hugging Face checkpoint. The engine may keep them, so they must not be
+            the ones that training changes in place.
 
     Returns:
         `int`: the bytes moved.
@@ -143,7 +152,7 @@ def reload_weights(llm: "LLM", named_params: Params) -> int:
 
 
 def exceptional_dtypes(model: nn.Module, usual: torch.dtype) -> dict[str, torch.dtype]:
-    """Of an engine's parameters that it holds in a wider floating point type than `usual`."""
+    """The dtypes of those parameters, by name, that an engine holds in a wider floating point type than `usual`."""
     dtypes = ((name, param.dtype) for name, param in model.named_parameters())
     return {name: dtype for name, dtype in dtypes if dtype.is_floating_point and dtype.itemsize > usual.itemsize}
 

@@ -1,4 +1,4 @@
-"""What the trainer holds, under the names of a checkpoint: merged, dequantized, buffers."""
+"""The parameters and buffers that the trainer computes with, as those of a plain model: merged and dequantized."""
 
 import copy
 import logging
@@ -25,26 +25,31 @@ if TYPE_CHECKING:
 Params = Iterable[tuple[str, Tensor]]
 
 
-# Where PEFT holds a model inside its own
+# What PEFT puts before the names of the model inside it
 PEFT_PREFIX = "base_model.model."
 
 
 def is_bnb_quantized(model: nn.Module) -> bool:
+    """Whether bitsandbytes has quantized parameters of `model`."""
     return any(get_bnb_param_type(param) for param in model.parameters())
 
 
 def lora_layers(model: "PeftModel") -> dict[str, LoraLayer]:
-    """The layers of the active adapter, by their names in `model`."""
+    """The LoRA layers of the active adapter, by their names in `model`."""
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
     return {name: layer for name, layer in layers if model.active_adapter in layer.r}
 
 
 def adapter_rank(model: "PeftModel") -> int:
-    return max(layer.r[model.active_adapter] for layer in lora_layers(model).values())  # `rank_pattern` sets several
+    """The largest rank of the active adapter, which has several with a `rank_pattern`."""
+    return max(layer.r[model.active_adapter] for layer in lora_layers(model).values())
 
 
 def adapter_tensors(model: "PeftModel") -> dict[str, Tensor]:
-    """The active adapter in PEFT's file format, its scaling (rsLoRA's and `alpha_pattern`'s too) inside the B matrix."""
+    """The matrices of the active adapter, named as in PEFT's files.
+
+    The B matrices are multiplied by the scaling, which may come from `lora_alpha`, `alpha_pattern` or rsLoRA.
+    """
     adapter, tensors = model.active_adapter, {}
     for name, layer in lora_layers(model).items():
         tensors[f"{name}.lora_A.weight"] = layer.lora_A[adapter].weight.detach().contiguous()
@@ -59,8 +64,10 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, BaseTunerLayer | None]]:
-    """The modules that a checkpoint knows, by their paths, each with PEFT's layer around it. What PEFT's layer holds is
-    one part, with its children; any other module is a part without them."""
+    """The modules that a checkpoint knows, each with its path and the PEFT layer around it, if there is one.
+
+    The module inside a PEFT layer is one part, with its children. Any other module is a part without its children.
+    """
     if isinstance(module, ModulesToSaveWrapper):
         active = next((name for name in module.active_adapters if name in module.modules_to_save), None)
         yield from _parts(module.modules_to_save[active] if active else module.original_module, path)
@@ -79,23 +86,24 @@ def _join(*names: str) -> str:
 
 
 def base_of(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
+    """`model` without PEFT around it."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
 def held_names(model: "PreTrainedModel | PeftModel") -> Iterator[str]:
-    """The names of [`held_parameters`], which cost nothing."""
+    """The names that [`held_parameters`] yields, without computing the tensors."""
     for path, _, _, names in _parts_with_parameters(model):
         yield from (_join(path, name) for name in names)
 
 
 def adapted_names(model: "PreTrainedModel | PeftModel") -> set[str]:
-    """The names of those of [`held_parameters`] that adapters are merged into."""
+    """Those of [`held_names`] that adapters are merged into."""
     parts = _parts_with_parameters(model)
     return {_join(path, name) for path, _, layer, names in parts if layer is not None for name in names}
 
 
 def frozen_names(model: "PreTrainedModel | PeftModel") -> set[str]:
-    """The names of those of [`held_parameters`] that are not trained themselves."""
+    """Those of [`held_names`] that are not trained themselves."""
     parts = _parts_with_parameters(model)
     named = ((_join(path, name), part.get_parameter(name)) for path, part, _, names in parts for name in names)
     return {name for name, param in named if not param.requires_grad}
@@ -105,14 +113,14 @@ def frozen_names(model: "PreTrainedModel | PeftModel") -> set[str]:
 def held_parameters(model: "PreTrainedModel | PeftModel", merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The parameters that `model` computes with, under the names of the model without PEFT.
 
-    An adapter is merged beside the weights, one layer at a time: what is trained, and what is frozen, stays as it is. What
-    is merged is float32 at least, as the dtype of a coarser base would round the adapter away. Quantized weights are
-    dequantized, what several modules share comes once.
+    Adapters are merged into copies, one layer at a time, so the model itself does not change. The copies are in float32 or
+    wider, because a coarser dtype would round the adapter away. Quantized weights are dequantized. A parameter that several
+    modules share comes once.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model, not sharded.
-        merged (`bool`, *optional*, defaults to `True`): with the active adapters. What they train along
-            (`modules_to_save`) comes in either case.
+        merged (`bool`, *optional*, defaults to `True`): merge the active adapters. The modules that train beside them
+            (`modules_to_save`) come in either case.
     """
     for path, module, layer, names in _parts_with_parameters(model):
         adapter = layer if merged else None
@@ -135,7 +143,7 @@ def _parts_with_parameters(model: "PreTrainedModel | PeftModel") -> Iterator[tup
 
 
 def trains_modules_beside(model: nn.Module) -> bool:
-    """Whether PEFT keeps trained copies of whole modules or of rows of them."""
+    """Whether PEFT keeps trained copies of whole modules, or of rows of embeddings, beside the adapter."""
     return any(isinstance(module, (ModulesToSaveWrapper, TrainableTokensWrapper)) for module in model.modules())
 
 
@@ -143,14 +151,14 @@ def trains_modules_beside(model: nn.Module) -> bool:
 def computing_with(
     model: "PreTrainedModel | PeftModel", change: Callable[[str, Tensor], Tensor], merged: bool
 ) -> Iterator[None]:
-    """A block in which `model` computes with `change(name, weight)` of each weight, and not with the weight.
+    """A block in which `model` computes with `change(name, weight)` in place of each weight.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model, not sharded and not quantized,
             without [`trains_modules_beside`].
         change (`Callable`): takes a name in memory and a tensor, returns one of its shape.
-        merged (`bool`): with the active adapters merged into the weights before, or else with each of the adapters'
-            matrices as a weight.
+        merged (`bool`): whether the active adapters are first merged into the weights. Otherwise each of the adapters'
+            matrices is a weight of its own.
     """
     held = []
     if not merged:
@@ -173,8 +181,10 @@ def computing_with(
 
 
 def persistent_buffers(model: "PreTrainedModel | PeftModel") -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds beside parameters, under its names there, e.g. a router's correction bias. To vLLM it may be
-    a parameter, which a reload leaves undefined where it gets the layer's other parameters only."""
+    """The buffers that a checkpoint holds, such as a router's correction bias, by their names without PEFT.
+
+    In vLLM such a buffer may be a parameter. A reload that gets only the layer's other parameters leaves it undefined.
+    """
     for path, part, layer in _parts(base_of(model)):
         for name, module in part.named_modules() if layer is not None else [("", part)]:
             for leaf, buffer in module.named_buffers(recurse=False):
@@ -183,7 +193,7 @@ def persistent_buffers(model: "PreTrainedModel | PeftModel") -> Iterator[tuple[s
 
 
 def merged_copy(layer: BaseTunerLayer) -> nn.Module:
-    """The module in `layer` as the active adapters make it, in float32 at least. It shares nothing with `layer`.
+    """A copy of the module in `layer` with the active adapters merged into it, in float32 or wider.
 
     Raises:
         Exception: PEFT cannot merge this kind of layer.
@@ -215,7 +225,7 @@ def _dequantized(module: Any, adapter: BaseTunerLayer | None) -> nn.Module:
 def _dequantized_weight(module: nn.Linear) -> Tensor:
     if not getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
         return dequantize_bnb_weight(module.weight, state=getattr(module, "state", None))
-    # An evaluation on a CPU repacks 4-bit weights for a product that is now the only one to read them
+    # On a CPU an evaluation repacks 4-bit weights, and then only the layer's own product can read them
     weight = module(torch.eye(module.in_features)).T
     return weight if module.bias is None else weight - module.bias[:, None]
 
@@ -224,7 +234,7 @@ _cast_notices: set[str] = set()
 
 
 def quiet_bitsandbytes() -> None:
-    """Let bitsandbytes say once, and not with each matrix multiplication, that it casts inputs to float16."""
+    """Let bitsandbytes say only once that it casts inputs to float16, and not at each matrix product."""
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_repeated_notice)
 
 

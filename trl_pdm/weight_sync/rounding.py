@@ -1,8 +1,8 @@
 """Rounding weights to an engine's coarser dtype without losing what training changed.
 
 An update of 1e-5 is far smaller than the spacing of bfloat16 at a typical weight, so rounding to nearest gives the engine
-the old weight back. Stochastic rounding picks one of the two neighbours, the nearer one more often, such that the
-expectation is the weight itself: of many weights that each move a little, the right share moves by a whole spacing.
+the old weight again. Stochastic rounding picks one of the two neighbours, the nearer one more often, so that the
+expectation is the weight itself. Of many weights that each move a little, the right share moves by a whole spacing.
 """
 
 from collections.abc import Iterator
@@ -17,37 +17,37 @@ from torch import Tensor
 from .parameters import Params, adapted_names, computing_with, frozen_names, is_bnb_quantized, trains_modules_beside
 
 
-# Of accelerate's `mixed_precision`: what the trainer's matrix products round weights to, to nearest
+# By accelerate's `mixed_precision`: the dtype to which the trainer's matrix products round weights, to nearest
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
-# Elements rounded at a time: what stays in a core's cache, and what keeps a GPU busy
+# Elements rounded at a time: few enough for a core's cache, or enough to keep a GPU busy
 _CHUNK = {"cpu": 1 << 18}
 _CHUNK_ELSEWHERE = 1 << 24
 
 
 class WeightRounding:
-    """Each weight as an engine is to hold it, in memory of its own.
+    """Rounds weights to the dtype in which an engine holds them.
 
-    `"auto"` lets the engine compute with what the trainer computes with, as closely as its dtype can:
+    With `"auto"` the engine computes with what the trainer computes with, as closely as its dtype can:
 
-    - A weight that training does not change is rounded to nearest, which is closest.
-    - Autocast rounds the weights of matrix products to nearest, and so is done here. (It does not round what is only
-      looked up or multiplied elementwise, embeddings and norms. They are rounded as the others are: a tied embedding is
-      in a matrix product too.)
-    - All others are rounded stochastically where the engine's dtype is coarser than the trainer's. So is a weight that an
-      adapter is merged into, whatever the trainer's dtype: the trainer adds the adapter's output, not its weights.
+    - A weight that is not trained is rounded to nearest, which is closest.
+    - Under autocast a weight is rounded to nearest, as autocast does in the trainer's matrix products. (Autocast leaves
+      embeddings and norms as they are. They are rounded here all the same: a tied embedding is in a matrix product too.)
+    - Any other weight is rounded stochastically, if the engine's dtype is coarser than its own.
+    - So is a weight that an adapter is merged into, even under autocast. The trainer adds the adapter's output and not
+      its weights, so it does not round their sum.
 
     Args:
-        mode (`str`): `"auto"`, `"nearest"` or `"stochastic"`, the last two for all weights alike.
+        mode (`str`): `"auto"`, or for all weights alike `"nearest"` or `"stochastic"`.
         model: the model that is trained.
-        merged (`bool`): its adapters are merged into the weights that are rounded.
-        autocast (`torch.dtype`, *optional*): that of the trainer's matrix products; without it they use the weights' own.
+        merged (`bool`): adapters are merged into the weights that are rounded. Otherwise both are rounded apart.
+        autocast (`torch.dtype`, *optional*): the dtype of autocast, if it is on.
         sharded (`bool`, *optional*, defaults to `False`): no process holds the whole model.
-        seed (`int`, *optional*, defaults to `0`): of the dither, the same on all processes.
+        seed (`int`, *optional*, defaults to `0`): of stochastic rounding, the same on all processes.
 
     Attributes:
         dtype (`torch.dtype` or `None`): the engine's. Until it is known, weights are only copied.
-        exceptions (`dict[str, torch.dtype]`): of weights that the engine holds in another dtype, by their names.
+        exceptions (`dict[str, torch.dtype]`): the dtypes of weights that the engine holds in another one, by name.
     """
 
     def __init__(
@@ -68,11 +68,12 @@ class WeightRounding:
         self.exceptions: dict[str, torch.dtype] = {}
 
     def apply(self, named_params: Params) -> Params:
-        """The weights, by their names in memory, as the engine is to hold them."""
+        """Yield the weights, by their names in memory, as [`rounded`] makes them."""
         for name, param in named_params:
             yield name, self.rounded(name, param.detach())
 
     def rounded(self, name: str, weight: Tensor) -> Tensor:
+        """`weight` as the engine is to hold it, in memory of its own."""
         dtype = self.exceptions.get(name, self.dtype)
         if dtype is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
             return weight.clone()
@@ -90,14 +91,14 @@ class WeightRounding:
 
     @property
     def can_round_the_trainer(self) -> bool:
-        """Whether [`rounded_trainer`] can: not where weights are sharded or quantized, or where whole modules train beside
-        an adapter."""
+        """Whether [`rounded_trainer`] is possible: weights are neither sharded nor quantized, and no whole modules train
+        beside an adapter."""
         return not (self._sharded or is_bnb_quantized(self._model) or trains_modules_beside(self._model))
 
     @contextmanager
     def rounded_trainer(self) -> Iterator[None]:
-        """A block in which the trainer's own forward computes with the weights as the engine holds them. It holds a copy
-        of the weights meanwhile."""
+        """A block in which the trainer's own forward computes with the weights as the engine holds them. It takes memory
+        for a copy of the weights."""
         with computing_with(self._model, self.rounded, self._merges):
             yield
 
@@ -105,7 +106,7 @@ class WeightRounding:
         return self.mode == "auto" and self.autocast is not None and name not in self._merged
 
     def rounds_to_nearest(self, name: str) -> bool:
-        """Whether `name` is rounded to nearest whatever its dtype."""
+        """Whether the weight `name` is rounded to nearest, whatever its dtype."""
         return self.mode == "nearest" or (self.mode == "auto" and name in self._frozen)
 
 
@@ -117,23 +118,24 @@ def is_held_by(source: torch.dtype, target: torch.dtype) -> bool:
 @torch.no_grad()
 def round_stochastically(tensor: Tensor, dtype: torch.dtype, name: str, seed: int = 0) -> Tensor:
     """
-    Round to `dtype` such that the expectation over seeds is the tensor itself.
+    Round each value to one of its two neighbours in `dtype`, so that the expectation over seeds is the value itself.
 
-    The dither is a fixed function of seed, name and position. Rounding twice gives the same bits, on each process and
-    device; a weight that does not change is rounded as before; and a larger one never to less than a smaller one.
+    The dither is a fixed function of seed, name and position. So rounding twice gives the same bits, on every process and
+    device, and a weight that grows is never rounded to less than before.
 
     Values that `dtype` holds stay as they are, infinities, NaN and signed zeros among them. A finite value beyond the
     largest of `dtype` becomes that largest value.
 
     Args:
         tensor (`torch.Tensor`): floating point, of any shape, float64 at most. Not changed.
-        dtype (`torch.dtype`): `torch.bfloat16` or `torch.float16`; to one that holds all values of the tensor's it casts.
-        name (`str`): the tensor's name, which sets its dither apart from that of other tensors.
-        seed (`int`, *optional*, defaults to `0`): sets one dither apart from the next.
+        dtype (`torch.dtype`): `torch.bfloat16` or `torch.float16`. A dtype that holds all values of the tensor's is only
+            cast to.
+        name (`str`): the tensor's name. Tensors of different names have different dithers.
+        seed (`int`, *optional*, defaults to `0`): so have different seeds.
 
     Returns:
         `torch.Tensor`: of `dtype` and the tensor's shape, contiguous, with memory of its own. Its expectation is
-        the tensor to 2^-16 of the spacing of `dtype`.
+        within 2^-16 of a spacing of `dtype` from the tensor.
     """
     rounded = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     if is_held_by(tensor.dtype, dtype):
@@ -173,8 +175,9 @@ def _without_overflow(values: Tensor, largest: float) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-largest, largest))
 
 
-# A hash of every position costs more than the rounding itself. So each block of positions reads a stretch of one table of
-# random numbers, from a place of its own and with bits flipped of its own: any two weights are rounded independently.
+# A hash of every position would cost more than the rounding itself. So each block of positions reads a stretch of one table
+# of random numbers. Where the stretch begins, and which bits are flipped, is the block's own: any two weights are rounded
+# independently.
 _BLOCK = 1 << 18
 
 
@@ -191,13 +194,10 @@ def _dither(start: int, count: int, key: str, device: torch.device) -> Tensor:
     while done < count:
         block, first = divmod(start + done, _BLOCK)
         size = min(_BLOCK - first, count - done)
-        digest = blake2b(
-            f"{key}:{block}".encode(), digest_size=8
-        ).digest()  # not `hash`, which differs between processes
-        begin, flips = (
-            first + int.from_bytes(digest[:4], "little") % _BLOCK,
-            int.from_bytes(digest[4:], "little") >> 17,
-        )
+        # Not `hash`, which differs between processes
+        digest = blake2b(f"{key}:{block}".encode(), digest_size=8).digest()
+        begin = first + int.from_bytes(digest[:4], "little") % _BLOCK
+        flips = int.from_bytes(digest[4:], "little") >> 17
         torch.bitwise_xor(table[begin : begin + size], flips, out=dither[done : done + size])
         done += size
     return dither

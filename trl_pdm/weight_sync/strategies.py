@@ -1,4 +1,4 @@
-"""Full weights or the adapter alone, and the choice between them: what vLLM can serve."""
+"""The two strategies of a weight sync, full or adapter, and the choice between them by what vLLM can serve."""
 
 import json
 from collections.abc import Callable
@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SyncRecord:
-    """One weight sync.
+    """What one weight sync moved, and how long it took.
 
     Attributes:
         mode (`str`): `"full"` or `"adapter"`.
@@ -63,13 +63,13 @@ class SyncRecord:
 
 
 class FullSync:
-    """Every parameter, every time.
+    """Moves every parameter at each sync, with the active adapters merged.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model that is trained.
-        params (`Callable`, *optional*): yields its parameters, under their names in memory, where
-            [`held_parameters`] cannot.
-        rounding ([`WeightRounding`], *optional*): how they reach the engine; to nearest by default.
+        params (`Callable`, *optional*): yields its parameters, under their names in memory, in place of
+            [`held_parameters`], which cannot gather sharded ones.
+        rounding ([`WeightRounding`], *optional*): how they are rounded; to nearest by default.
     """
 
     mode = "full"
@@ -86,7 +86,7 @@ class FullSync:
         self._params = params or partial(held_parameters, model)
 
     def tensors(self) -> Params:
-        """Everything that is pushed, as a checkpoint names it."""
+        """Yield everything that is pushed, as a checkpoint names it."""
         yield from checkpoint_tensors(self.model, self.rounding.apply(self._params()))
 
     def push(self, llm: "LLM") -> int:
@@ -95,12 +95,13 @@ class FullSync:
 
 
 class AdapterSync:
-    """The base once, then only the active LoRA adapter, which every generation of the engine uses.
+    """Moves the base once and the active LoRA adapter at each sync. All that the engine generates is with the adapter.
 
     Args:
         model ([`~peft.PeftModel`]): the model that is trained.
-        base_every_time (`bool`, *optional*, defaults to `False`): the engine forgets its weights between syncs.
-        rounding ([`WeightRounding`], *optional*): how they reach the engine; to nearest by default.
+        base_every_time (`bool`, *optional*, defaults to `False`): move the base at each sync too, for an engine that
+            forgets its weights in between.
+        rounding ([`WeightRounding`], *optional*): how weights are rounded; to nearest by default.
     """
 
     mode = "adapter"
@@ -113,7 +114,7 @@ class AdapterSync:
         remove_stale_folders()
 
     def tensors(self) -> Params:
-        """The base that is pushed, as a checkpoint names it."""
+        """Yield the base, as a checkpoint names it."""
         yield from checkpoint_tensors(self.model, self.rounding.apply(held_parameters(self.model, merged=False)))
 
     def push(self, llm: "LLM") -> int:
@@ -135,7 +136,7 @@ class AdapterSync:
             Path(folder, "adapter_config.json").write_text(json.dumps(config))
             save_file(tensors, Path(folder, "adapter_model.safetensors"))
             request = LoRARequest(f"policy-{old + 1}", old + 1, folder)
-            # Loading it now, and not with the first generation, lets the folder go right after
+            # It is loaded now, and not with the first generation, so that the folder can go right after
             if not llm.llm_engine.add_lora(request) or llm.llm_engine.list_loras() != {request.lora_int_id}:
                 raise RuntimeError(
                     f"vLLM did not take {request.lora_name} of the LoRA adapter in place of the last one."
@@ -185,7 +186,7 @@ def choose_sync(
     seed: int = 0,
 ) -> FullSync | AdapterSync:
     """
-    Choose how to bring the weights of `model` into vLLM.
+    Choose the strategy by which the weights of `model` reach vLLM. Warns where `"auto"` cannot move the adapter alone.
 
     Args:
         requested (`str`): `"full"`, `"adapter"`, or `"auto"` for `"adapter"` where vLLM can serve it.
@@ -194,11 +195,12 @@ def choose_sync(
         colocated (`bool`, *optional*, defaults to `True`): the engine runs in this process.
         sharded (`bool`, *optional*, defaults to `False`): parameters are sharded (ZeRO-3, FSDP).
         base_every_time (`bool`, *optional*, defaults to `False`): the engine forgets its weights between syncs.
-        rounding, autocast, seed: those of [`WeightRounding`].
+        rounding (`str`, *optional*, defaults to `"auto"`): the `mode` of [`WeightRounding`].
+        autocast, seed: as for [`WeightRounding`].
 
     Raises:
-        ValueError: `"adapter"` was asked for and is impossible, or the model cannot be synchronised at all: a quantized
-            base without a plain adapter, an adapter that unties tied embeddings, or one that is no change of weights.
+        ValueError: `"adapter"` was asked for and is impossible. Or the model cannot be synchronised at all: its base is
+            quantized and its adapter not plain, the adapter trains tied embeddings apart, or it is no change of weights.
     """
     if is_peft_model(model) and (why := why_not_mergeable(model, sharded)):
         raise ValueError(
@@ -228,13 +230,13 @@ def choose_sync(
         return AdapterSync(model, base_every_time, round_weights(merged=False))
     if requested == "auto" and is_peft_model(model):
         logger.warning(f"`vllm_weight_sync='auto'` moves all weights at each sync ('full'), because {reason}.")
-    # Sharded weights go TRL's way. It merges an adapter in place and subtracts it again: under ZeRO-3 into gathered copies,
-    # which are dropped, under FSDP into the shards, where a bf16 base moves a little with each sync.
+    # Sharded weights go TRL's way, which merges an adapter in place and subtracts it again. Under ZeRO-3 that is in gathered
+    # copies, which are dropped. Under FSDP it is in the shards, where a bf16 base moves a little with each sync.
     return FullSync(model, stock_params if sharded else None, round_weights(merged=True))
 
 
 def checkpoint_tensors(model: "PreTrainedModel | PeftModel", params: Params) -> Params:
-    """`params` of `model` and copies of its persistent buffers, in their own dtype, as a checkpoint has them."""
+    """Yield `params` of `model`, and copies of its persistent buffers in their own dtype, as a checkpoint has them."""
     # A walk without tensors knows all names beforehand
     names = chain(held_names(model), (name for name, _ in persistent_buffers(model)))
     buffers = ((name, buffer.clone()) for name, buffer in persistent_buffers(model))
@@ -274,12 +276,12 @@ def why_not_plain_lora(model: "PreTrainedModel | PeftModel", sharded: bool = Fal
     return None
 
 
-# What these add depends on the input: no weights are like it
+# What these add depends on the input, so no weights can stand for it
 _NO_WEIGHTS = {PeftType.XLORA, PeftType.ADAPTION_PROMPT}
 
 
 def why_not_mergeable(model: "PeftModel", sharded: bool = False) -> str | None:
-    """Why no weights of the model without PEFT compute what `model` does; `None` where there are some."""
+    """Why the model without PEFT cannot compute what `model` does, whatever its weights; `None` where it can."""
     config = model.active_peft_config
     if config.is_prompt_learning or config.peft_type in _NO_WEIGHTS:
         return "it adds to what the model is given and not to its weights"
@@ -299,7 +301,7 @@ def why_not_mergeable(model: "PeftModel", sharded: bool = False) -> str | None:
 
 
 def parts_tied_embeddings(model: "PeftModel") -> bool:
-    """Whether the adapter of `model` trains one of two embeddings that its configuration ties, or each for itself."""
+    """Whether the adapter trains input and output embeddings apart, which the configuration of `model` ties."""
     if not model.config.get_text_config().tie_word_embeddings:
         return False
     base = model.get_base_model()
@@ -350,7 +352,7 @@ def why_not_servable(model: "PeftModel") -> str | None:
 
 
 def engine_rank(model: "PeftModel") -> int | None:
-    """The smallest `max_lora_rank` of vLLM that fits the active adapter."""
+    """The smallest `max_lora_rank` of vLLM that fits the active adapter; `None` where none does."""
     from vllm.config.lora import MaxLoRARanks
 
     return min((rank for rank in get_args(MaxLoRARanks) if rank >= adapter_rank(model)), default=None)
