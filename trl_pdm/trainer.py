@@ -24,7 +24,7 @@ from .weight_sync.parameters import quiet_bitsandbytes
 
 @dataclass
 class _Loss:
-    """While TRL computes the loss of a micro-batch."""
+    """What is known of a micro-batch while TRL computes its loss."""
 
     model: Any
     batch: dict[str, Any]  # the micro-batch, the same object each time it is trained on

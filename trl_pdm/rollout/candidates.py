@@ -1,6 +1,6 @@
-"""A token's logprob that carries its candidates, and laying them out beside a batch.
+"""Logprobs of tokens that carry the tokens' candidates, and the layout of the candidates beside a batch.
 
-TRL keeps one float a token of an engine's answer and slices, concatenates and pads these floats through multi-turn tool
+Of an engine's answer TRL keeps one float per token. It slices, concatenates and pads these floats through multi-turn tool
 calls and user rollout functions. A [`TokenLogprob`] is such a float that also points to the candidates it was sampled
 among, so they stay with their token all the way.
 """
@@ -18,19 +18,19 @@ from torch import Tensor
 
 # nats; a sampled token this much more probable than a candidate must be a candidate too, whatever the rounding
 OUTSIDE_TOLERANCE = 0.1
-# nats; on average over a rollout, only another policy (or temperature) explains that a token's two logprobs differ more
+# nats; where the two logprobs of a rollout's tokens differ by more on average, they are of two policies (or temperatures)
 CONTRADICTION_TOLERANCE = 0.5
 MASS_TOLERANCE = 0.01  # engines round
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates of one sampled sequence.
+    """The candidates at each token of one sampled sequence.
 
     Attributes:
-        ids (`numpy.ndarray`): `(T, K+1)`, int32. Slot 0 is the sampled token, then the behaviour policy's most probable
-            tokens; `-1` where a slot is empty, also for the one that would repeat the sampled token.
-        logps (`numpy.ndarray`): `(T, K+1)`, float32, log-probabilities in nats under the behaviour policy.
+        ids (`numpy.ndarray`): `(T, K+1)`, int32. Slot 0 has the sampled token, the others the behaviour policy's most
+            probable tokens. An empty slot is `-1`, and so is one that would repeat the sampled token.
+        logps (`numpy.ndarray`): `(T, K+1)`, float32, their log-probabilities under the behaviour policy, in nats.
     """
 
     ids: np.ndarray
@@ -41,7 +41,7 @@ class Candidates:
 
 
 class TokenLogprob(float):
-    """Log-probability of a sampled token that also points to the candidates it was sampled among.
+    """The log-probability of a sampled token, which also points to the candidates it was sampled among.
 
     Attributes:
         candidates ([`Candidates`]): those of its whole sequence.
@@ -64,7 +64,7 @@ class TokenLogprob(float):
 
 
 def token_logprobs(candidates: Candidates) -> list[list[TokenLogprob]]:
-    # One entry a position, where TRL takes the sampled token's logprob from
+    """The logprobs of a sequence's sampled tokens, `(T, 1)`. TRL takes the sampled one from the first place."""
     return [[TokenLogprob(lp, candidates, t)] for t, lp in enumerate(candidates.logps[:, 0].tolist())]
 
 
@@ -74,18 +74,21 @@ def from_lists(
     logprobs: Sequence[Sequence[Sequence[float | None]]],
     sampled_logprobs: Sequence[Sequence[float | None]] | None = None,
 ) -> list[list[list[TokenLogprob]]]:
-    """The same from lists: K or K+1 candidates a token, in any order, with `None` for NaN.
+    """Make [`TokenLogprob`]s of lists, which hold K or K+1 candidates per token in any order, and `None` for NaN.
 
     Args:
         completion_ids: `(num_sequences, T)`, the sampled tokens.
         token_ids: `(num_sequences, T, K or K+1)`, their candidates.
-        logprobs: those of the candidates, in the shape of `token_ids`.
-        sampled_logprobs: `(num_sequences, T)`, those of the sampled tokens, used where finite. Without them, the
-            sampled token must be one of its candidates.
+        logprobs: those of the candidates in nats, in the shape of `token_ids`.
+        sampled_logprobs (*optional*): `(num_sequences, T)`, those of the sampled tokens in nats, used where finite. Without
+            them, each sampled token must be one of its candidates.
+
+    Returns:
+        `list[list[list[TokenLogprob]]]`: `(num_sequences, T, 1)`.
 
     Raises:
-        ValueError: the lists do not fit together, hold something else than token ids and logprobs, contradict each
-            other, or a sampled token should be among its candidates and is not.
+        ValueError: The lists do not fit together, contradict each other, or hold something else than token ids and
+            logprobs; or a sampled token should be among its candidates and is not.
     """
     if not len(completion_ids) == len(token_ids) == len(logprobs):
         raise ValueError(
@@ -143,14 +146,25 @@ def from_lists(
 
 
 def lengths_of(field: Any) -> list[int] | None:
+    """The lengths of the lists in `field`; `None` where it is no list of lists."""
     try:
         return [len(entries) for entries in field]
-    except TypeError:  # of something that is no list of lists
+    except TypeError:
         return None
 
 
 def checked_numbers(values: Sequence, dtype: type, what: str, b: int) -> np.ndarray:
-    """As an array: token ids without wrapping or truncating them, or logprobs with `None` as NaN."""
+    """Make an array of a list: int32 token ids, or float32 logprobs with `None` as NaN.
+
+    Args:
+        values (`Sequence`): the list.
+        dtype (`type`): `numpy.int32` for token ids, `numpy.float32` for logprobs.
+        what, b: what the list holds, and of which completion, for errors.
+
+    Raises:
+        ValueError: The list is not flat, a token id is negative, too large or no integer, or a logprob is that of a
+            probability above 1.
+    """
     are_ids = dtype is np.int32
     must = f"The {what} of completion {b} must be {'whole numbers from 0' if are_ids else 'numbers, or `None`'}"
     try:
@@ -175,20 +189,20 @@ def checked_numbers(values: Sequence, dtype: type, what: str, b: int) -> np.ndar
 def collate(
     logprobs: Sequence[Sequence[float | None]], completion_ids: Tensor, top_k: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Lay the candidates of a batch out beside its completions.
+    """Lay the candidates of a batch out as tensors, beside its completions.
 
     Args:
-        logprobs: one sequence a completion, of [`TokenLogprob`] where the behaviour policy's candidates are known.
-        completion_ids (`torch.Tensor`): `(B, T)`, padded on the right.
+        logprobs: one list per completion, with a [`TokenLogprob`] for each token whose candidates are known.
+        completion_ids (`torch.Tensor`, int): `(B, T)`, padded on the right.
         top_k (`int`): `K`. Candidates beyond it are left out; missing ones are empty slots.
         vocab_size (`int`): size of the training policy's vocabulary.
 
     Returns:
-        `behavior_topk_ids` `(B, T, K+1)`, int32, `-1` where a slot is empty, and `behavior_topk_logps` `(B, T, K+1)`,
-        float32, NaN in slot 0 where nothing is known of a token. Both on the device of `completion_ids`.
+        `tuple[torch.Tensor, torch.Tensor]`: on the device of `completion_ids`, `(B, T, K+1)` each. The ids, int32, are `-1`
+        where a slot is empty. The log-probabilities, float32, are NaN in slot 0 where nothing is known of a token.
 
     Raises:
-        ValueError: the candidates are not those of the completions' tokens, or are no distribution over the
+        ValueError: The candidates are not those of the completions' tokens, or are no distribution over the
             vocabulary.
     """
     if len(logprobs) != len(completion_ids) or any(len(sequence) > completion_ids.shape[1] for sequence in logprobs):

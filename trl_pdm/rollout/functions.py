@@ -16,13 +16,13 @@ logger = get_logger(__name__)  # of the main process, and it can say a thing onc
 
 
 def with_candidates(rollout_func: Callable[[list, Any], dict[str, Any]]) -> Callable[[list, Any], dict[str, Any]]:
-    """A rollout function whose logprobs carry what it returns as `topk_token_ids` and `topk_logprobs`, if it does.
+    """Wrap a rollout function, so that its logprobs carry the candidates that it returns, if it returns any.
 
-    Both are lists, per completion, of one list a token: the K most probable tokens, with or without the sampled one,
-    in any order. It is empty for a token that the policy did not sample.
+    It returns them as `topk_token_ids` and `topk_logprobs`: for each completion, one list per token. The list holds the K
+    most probable tokens, with or without the sampled one, in any order. It is empty for a token that the policy did not
+    sample.
 
-    Raises:
-        ValueError: what the rollout function returns does not fit together.
+    The wrapped function raises a `ValueError` where what the rollout function returns does not fit together.
     """
 
     @wraps(rollout_func)
@@ -67,9 +67,10 @@ Behavior = tuple[Tensor, Tensor]
 
 
 def lack_candidates(behavior: Behavior | None, batch: dict[str, Any], mask: Tensor) -> bool:
-    """Whether a rollout function left the candidates of some tokens in `mask` out; it is told so once.
+    """Whether a rollout function returned no candidates for some tokens of `mask`, which is warned of once.
 
-    Where no candidates are needed (`K = 0`), `behavior` is completed with the logprobs of the sampled tokens.
+    Where no candidates are needed (`K = 0`), none can lack. Tokens of `behavior` without a logprob then get the one that
+    `batch` has.
     """
     if behavior is None:
         return False
@@ -87,11 +88,16 @@ def lack_candidates(behavior: Behavior | None, batch: dict[str, Any], mask: Tens
 
 
 def fill_in(behavior: Behavior | None, scored: Behavior, batch: dict[str, Any]) -> Behavior:
-    """`behavior`, whose tokens without candidates get those of `scored`, and keep their own logprob where it is finite.
+    """Give the tokens of `behavior` that have no candidates those of `scored`.
 
     Args:
-        behavior, scored: ids and log-probabilities; `behavior` is changed, and all is `scored` where it is `None`.
-        batch: holds `sampling_per_token_logps` `(B, T)`, what the rollout says of its sampled tokens.
+        behavior ([`Behavior`], *optional*): changed in place. `None` if no token has candidates.
+        scored ([`Behavior`]): has candidates for all tokens.
+        batch (`dict`): has `sampling_per_token_logps`, `(B, T)` in nats. Where they are finite, the sampled tokens keep
+            them.
+
+    Returns:
+        [`Behavior`]: `behavior`, or `scored` where that is `None`.
     """
     if behavior is None:
         return scored

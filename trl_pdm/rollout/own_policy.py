@@ -1,4 +1,4 @@
-"""The behaviour policy without an engine: what the training model itself says, before it is updated."""
+"""The behaviour policy where there is no engine: the training model itself, before it is updated."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -20,7 +20,7 @@ def score_behavior(
     gradient_checkpointing_kwargs: dict[str, Any] | None,
 ) -> tuple[Tensor, Tensor]:
     """
-    The behaviour policy where it is the trainer's own, before it is updated.
+    Score a rollout with the training model, which is the behaviour policy until it is updated.
 
     Args:
         score (`Callable`): TRL's `_get_per_token_logps_and_entropies`.
@@ -28,10 +28,10 @@ def score_behavior(
         batch (`dict`): TRL's, of a rollout.
         batch_size (`int`): sequences in one forward pass.
         top_k (`int`): K.
-        gradient_checkpointing_kwargs (`dict`, *optional*): of the trainer's arguments.
+        gradient_checkpointing_kwargs (`dict` or `None`): of the trainer's arguments.
 
     Returns:
-        `tuple[Tensor, Tensor]`: ids (int32) and log-probabilities (float32) as those of [`collate`].
+        `tuple[Tensor, Tensor]`: ids (int32) and log-probabilities (float32, in nats), `(B, T, K+1)`, as of [`collate`].
     """
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

@@ -1,4 +1,4 @@
-"""Where the processes of a colocated engine meet, when there is only one."""
+"""The port at which the processes of a colocated engine meet, which vLLM needs even for one process."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on, chosen by the system."""
+    """A TCP port of this machine on which nobody listens, chosen by the system."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -19,14 +19,14 @@ def free_port() -> int:
 
 @contextmanager
 def rendezvous(num_processes: int) -> Iterator[None]:
-    """While an engine starts in the training process: a port of its own, unless `MASTER_PORT` names one.
+    """A block in which the engine of a training of one process starts on a port of its own, unless `MASTER_PORT` names one.
 
-    TRL prefers 29500, which is free until vLLM listens there some seconds later, so two trainings that start together
-    meet on it. It also leaves its variables behind: accelerate would take the next trainer of this process, and any
-    process that it starts, for one of several. Both are right with several processes, and are left alone then.
+    TRL prefers port 29500. It is free until vLLM listens there, some seconds later, so two trainings that start together
+    both take it. TRL also leaves its environment variables behind. accelerate would take the next trainer of this process,
+    and any process that it starts, for one of several.
 
     Args:
-        num_processes (`int`): processes of the training.
+        num_processes (`int`): processes of the training. With several, TRL does right, and nothing is changed.
     """
     if num_processes > 1:
         yield

@@ -24,7 +24,7 @@ from .vllm import TopKVLLMGeneration
 
 @dataclass
 class _Rollout:
-    """While TRL makes a batch of completions."""
+    """What is known of a rollout while TRL makes it."""
 
     expects_scoring: bool  # TRL will ask for the policy's scores once more, which PDM does not use
     sampled: bool = False
@@ -34,19 +34,19 @@ class _Rollout:
 
 class TopKRolloutTrainer(GRPOTrainer):
     """
-    [`~trl.GRPOTrainer`], but a rollout's batch holds the behaviour policy's candidates at each token, and vLLM always
-    samples from the trainer's present weights.
+    A [`~trl.GRPOTrainer`] whose batches hold the behaviour policy's candidates at each token, and whose vLLM always
+    samples from the trainer's current weights.
 
-    The batch gets `behavior_topk_ids` and `behavior_topk_logps`, `(B, T, K+1)` each, the sampled token in slot 0; neither
-    where it trains the very policy that sampled it.
+    A batch gets `behavior_topk_ids` (int32) and `behavior_topk_logps` (float32, in nats), `(B, T, K+1)` each, with the
+    sampled token in slot 0. It gets neither where the policy that is trained is sure to be the one that sampled.
 
     A rollout runs through these hooks in this order:
 
-    1. `_generate_and_score_completions` announces it, and makes TRL's batch one with a behaviour policy.
-    2. `_generate`, within it, takes down the logprobs that the engine sampled, which carry their candidates.
+    1. `_generate_and_score_completions` announces it, and adds the behaviour policy to TRL's batch.
+    2. `_generate`, within it, notes the logprobs that the engine returned, which carry their candidates.
     3. `_get_per_token_logps_and_entropies`, still within it, declines to score the policy that has just sampled.
 
-    Any other call of the last two, whoever makes it, is passed on to TRL as it is.
+    All other calls of the last two, whoever makes them, are passed on to TRL as they are.
     """
 
     args: PDMGRPOConfig
@@ -93,8 +93,11 @@ class TopKRolloutTrainer(GRPOTrainer):
             self._forget_sync()
 
     def _forget_sync(self) -> None:
-        """Have vLLM take the weights before it samples again. TRL has it once a step, but not only steps move weights: so
-        do users, callbacks, and the loading of a checkpoint or of the best model."""
+        """Have vLLM take the weights before it samples again.
+
+        TRL syncs once a step. But weights also change in between: by users, by callbacks, and when a checkpoint or the
+        best model is loaded.
+        """
         self._last_loaded_step = -1
 
     # ---- A rollout

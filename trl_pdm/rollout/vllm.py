@@ -1,4 +1,4 @@
-"""What is asked of vLLM, and what it answers: for every sampled token, the candidates that it was sampled among."""
+"""What vLLM is asked for, and what it answers: for every sampled token, the candidates that it was sampled among."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)  # of the main process
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
-MUCH_UNKNOWN = 0.5  # of the tokens: replaying the support then does less than it leaves
+MUCH_UNKNOWN = 0.5  # of the tokens: above it, replaying leaves more of them as they are than it changes
 # What TRL's trainer hands to its vLLM backend once
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
 
@@ -41,10 +41,14 @@ _RESHAPING = {"repetition_penalty", "presence_penalty", "frequency_penalty", "lo
 
 
 def from_vllm_outputs(outputs: list["RequestOutput"]) -> tuple[list[list[list[TokenLogprob]]], None]:
-    """TRL's `extract_logprobs` for requests with flat logprobs: the sampled token first, then its candidates.
+    """Read [`TokenLogprob`]s from vLLM's answers, in the place of TRL's `extract_logprobs`.
+
+    Args:
+        outputs (`list[RequestOutput]`): with flat logprobs, the sampled token's before those of its candidates.
 
     Returns:
-        Log-probabilities of shape `(num_sequences, T, 1)`, and `None` in the place of the ids, which they carry.
+        `tuple[list[list[list[TokenLogprob]]], None]`: logprobs of shape `(num_sequences, T, 1)`, and `None` in place of
+        the ids, which they carry.
     """
     sequences = []
     for completion in (completion for output in outputs for completion in output.outputs):
@@ -68,15 +72,19 @@ class TopKVLLMGeneration(VLLMGeneration):
         num_candidates (`int`): how many of the most probable tokens to ask the engine for, besides the sampled one.
         weight_sync (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"full"` or `"adapter"`.
         quantization (`str`, *optional*): vLLM's quantization of a colocated engine.
-        dtype (`str`, *optional*, defaults to `"auto"`): that of a colocated engine, or vLLM's choice.
+        dtype (`str`, *optional*, defaults to `"auto"`): of a colocated engine; `"auto"` is vLLM's choice.
         weight_rounding (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"nearest"` or `"stochastic"`.
         seed (`int`, *optional*, defaults to `0`): of stochastic rounding, the same on all processes.
-        ends (`Callable`, *optional*): yields the ids of the tokens that end a completion for the trainer. An engine knows
-            only those of the checkpoint.
+        ends (`Callable`, *optional*): returns the ids of the tokens that end a completion for the trainer. An engine knows
+            only the checkpoint's.
         kwargs: those of [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Attributes:
         last_sync ([`SyncRecord`] or `None`): what the last weight sync moved, and how long it took.
+
+    Raises:
+        ValueError: vLLM cannot be given the model's weights, a server returns too few logprobs, or `generation_kwargs`
+            set what has a field of its own.
     """
 
     def __init__(
@@ -115,7 +123,7 @@ class TopKVLLMGeneration(VLLMGeneration):
 
     @classmethod
     def of(cls, args: "PDMGRPOConfig", **kwargs: Any) -> "TopKVLLMGeneration":
-        """The backend as a trainer's arguments want it."""
+        """Make the backend that a trainer's `args` ask for. `kwargs` are those that TRL builds it with."""
         return cls(
             num_candidates=args.num_candidates,
             weight_sync=args.vllm_weight_sync,
@@ -201,7 +209,7 @@ class TopKVLLMGeneration(VLLMGeneration):
                 )
 
     def _request_kwargs(self) -> dict[str, Any]:
-        """The user's `generation_kwargs`, as they are now, and what every request has."""
+        """What every request has: the user's `generation_kwargs`, as they are now, and what this class adds."""
         asked = dict(self.generation_kwargs or {})
         self._check_generation_kwargs(asked)
         if self.temperature != self._built_for:
@@ -225,7 +233,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         """As `VLLMGeneration.generate`, with `logprobs` of shape `(batch_size, T, 1)` that carry their candidates.
 
         Raises:
-            ValueError: a prompt is empty, or something was set of which the loss would not know.
+            ValueError: A prompt is empty, or a setting was changed of which the loss would not know.
         """
         if 0 in (lengths := [len(prompt) for prompt in prompts]):
             raise ValueError(
@@ -248,20 +256,20 @@ class TopKVLLMGeneration(VLLMGeneration):
 
     @property
     def truncates(self) -> bool:
-        """Some tokens cannot be sampled, and the logprobs of the others are higher for it."""
+        """Whether sampling is truncated: some tokens cannot be sampled, and the logprobs of the others are higher for it."""
         by_probability = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
         return by_probability or bool(self.structured_outputs_regex or _TRUNCATION & set(self.generation_kwargs or ()))
 
     @property
     def samples_from_the_policy(self) -> bool:
-        """Nothing but temperature and truncation comes between the weights and the sampled logprobs."""
+        """Whether nothing but temperature and truncation comes between the weights and the sampled logprobs."""
         return self.repetition_penalty == 1 and not _RESHAPING & set(self.generation_kwargs or ())
 
     def check_settings(self, trainer: Any) -> None:
-        """Refuse what was set on the live trainer and would have no effect here.
+        """Refuse sampling settings that were changed on the live trainer, as they would not reach vLLM.
 
         Raises:
-            ValueError: it names what was set.
+            ValueError: One of them was changed. The message names it.
         """
         for name in SETTINGS:
             theirs, ours = getattr(trainer, name), getattr(self, name)
@@ -272,12 +280,12 @@ class TopKVLLMGeneration(VLLMGeneration):
                 )
 
     def tell_of_sampling(self, metrics: Mapping[str, float], sampling_support: str) -> None:
-        """Say once what truncation does to the log-ratio, or that replaying its support does little.
+        """Warn once of what truncated sampling does to the log-ratio, or that replaying its support does little.
 
         Args:
-            metrics: what is logged. `trust_region/log_surviving_mass`, in nats, and `trust_region/support_unknown`, a share
-                of the tokens, are there where sampling is truncated.
-            sampling_support (`str`): the config's.
+            metrics (`Mapping`): what is logged. Where sampling is truncated, it has `trust_region/log_surviving_mass`, in
+                nats, and `trust_region/support_unknown`, a share of the tokens.
+            sampling_support (`str`): of the config.
         """
         bias, unknown = (metrics.get(f"trust_region/{name}") for name in ("log_surviving_mass", "support_unknown"))
         if sampling_support == "full" and bias is not None and not self._told_of_truncation:
@@ -297,8 +305,11 @@ class TopKVLLMGeneration(VLLMGeneration):
             )
 
     def suspects(self) -> list[str]:
-        """Names of the tensors in which a colocated engine differs from the trainer. Nothing is known of a server, of an
-        engine that sleeps, and so has no weights, nor of one whose layers are in parts."""
+        """The names of a colocated engine's layers that differ from the trainer's.
+
+        There are none of a server, of an engine that sleeps (it has no weights then), nor of a tensor-parallel one, because
+        these cannot be asked.
+        """
         if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return []
         return differing_tensors(self.llm, self._sync.tensors())  # the base, where the adapter is served beside it
@@ -335,7 +346,7 @@ class TopKVLLMGeneration(VLLMGeneration):
         return self._sync.rounding
 
     def sync_weights(self) -> None:
-        """As `VLLMGeneration.sync_weights`; `last_sync` tells what it took.
+        """As `VLLMGeneration.sync_weights`, and sets `last_sync`.
 
         Raises:
             TRLCompatibilityError: TRL no longer asks for the weights where this class hands them over.
