@@ -1,6 +1,7 @@
 """The report as its readers meet it: on the command line and in a browser."""
 
 import base64
+import html
 import json
 import math
 import os
@@ -135,7 +136,7 @@ def test_each_line_of_each_figure_is_explained_by_the_declaration_of_its_metric(
     assert {name for name in names if "/" in name} <= set(declared)
     run = load_run(trained[1], "run")
     shown = [name for name in names if run.series(name)[0]]
-    text = re.sub("</?code>", "`", page.read_text())
+    text = re.sub("</?code>", "`", html.unescape(page.read_text()))
     assert len(shown) > 10 and all(text.count(f"<div>`{name}` ") == 1 for name in shown)
     for name in set(shown) & set(declared):
         assert f"<div>`{name}` {declared[name]}</div>" in text
