@@ -37,6 +37,18 @@ def test_the_threshold_follows_the_divergence_until_it_is_set(divergence, radius
     assert RADII[divergence] == radius and RADII["tv"] == pytest.approx((RADII["kl"] / 2) ** 0.5, abs=0.005)
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({}, "a divergence of 0.03 nats"),
+        (dict(divergence="tv", divergence_threshold_high=0.3), "a divergence of 0.12 total variation, 0.3 with a positive advantage"),
+        (dict(proximity="ratio", epsilon_high=0.28), "an importance ratio within -0.2 and +0.28 of 1"),
+    ],
+)  # fmt: skip
+def test_where_the_region_ends_in_words(options, words):
+    assert PDMGRPOConfig(use_cpu=True, **options).bounds == words
+
+
 def test_flags_and_yaml(tmp_path):
     (tmp_path / "recipe.yaml").write_text("divergence: tv\ndivergence_threshold: 0.2\nlearning_rate: 3.0e-6\n")
     (config,) = TrlParser(PDMGRPOConfig).parse_args_and_config(

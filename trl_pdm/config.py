@@ -329,6 +329,16 @@ class PDMGRPOConfig(GRPOConfig):
         return RADII[self.divergence] if self.divergence_threshold is None else self.divergence_threshold
 
     @property
+    def bounds(self) -> str:
+        """Where the trust region ends, in words."""
+        region = self.trust_region
+        low, high = f"{region.threshold_low:g}", f"{region.threshold_high:g}"
+        if self.proximity == "ratio":
+            return f"an importance ratio within -{low} and +{high} of 1"
+        unit = "total variation" if self.divergence == "tv" else "nats"
+        return f"a divergence of {low} {unit}" + (f", {high} with a positive advantage" if high != low else "")
+
+    @property
     def trust_region(self) -> TrustRegion:
         """The [`TrustRegion`] that these fields describe, made anew."""
         low, high = {
