@@ -104,27 +104,29 @@ class StudyArguments:
     tasks: list[str] = field(default_factory=lambda: list(TASKS), metadata=choices(TASKS))
     regimes: list[str] = field(default_factory=lambda: list(REGIMES), metadata=choices(REGIMES))
     masks: list[str] = field(default_factory=lambda: list(MASKS), metadata=choices(MASKS))
-    seeds: list[int] = field(default_factory=lambda: list(range(10)), metadata={"help": "At least two."})
-    max_steps: int = field(default=48, metadata={"help": f"Optimizer steps a run, a multiple of {EVALUATIONS}."})
-    learning_rate: float = field(default=1e-4, metadata={"help": "Regimes multiply it."})
-    batch_size: int = field(default=32, metadata={"help": "Completions an optimizer step."})
-    num_generations: int = field(default=8, metadata={"help": "Completions a prompt."})
-    max_completion_length: int = field(default=28, metadata={"help": "In tokens."})
-    temperature: float = field(default=1.0, metadata={"help": "Of the rollouts."})
-    divergence_threshold: float = field(default=0.15, metadata={"help": "Of the masks whose proximity is divergence."})
-    epsilon: float = field(default=0.2, metadata={"help": "Of the masks whose proximity is the ratio."})
-    divergence_top_k: int = field(default=5, metadata={"help": "20 of 98 characters would leave no tail to speak of."})
+    seeds: list[int] = field(default_factory=lambda: list(range(10)), metadata={"help": "Seeds, at least two."})
+    max_steps: int = field(default=48, metadata={"help": f"Optimizer steps per run, a multiple of {EVALUATIONS}."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "Learning rate, which a regime may multiply."})
+    batch_size: int = field(default=32, metadata={"help": "Completions per optimizer step."})
+    num_generations: int = field(default=8, metadata={"help": "Completions per prompt."})
+    max_completion_length: int = field(default=28, metadata={"help": "Tokens of a completion at most."})
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of the rollouts."})
+    divergence_threshold: float = field(default=0.15, metadata={"help": "Threshold of the masks by divergence."})
+    epsilon: float = field(default=0.2, metadata={"help": "Threshold of the masks by the ratio."})
+    divergence_top_k: int = field(
+        default=5, metadata={"help": "K. With the usual 20 of the small model's 98 characters there would be no tail."}
+    )
     tail_estimator: str = field(default="exact", metadata=choices(TAIL_ESTIMATORS))
     warm_start_accuracy: float = field(default=0.4, metadata={"help": "Accuracy at which supervised training ends."})
     held_out: int = field(default=128, metadata={"help": "Problems to measure accuracy on."})
     output_dir: str = field(default="outputs/compare_masks", metadata={"help": "For the tables and the figure."})
     processes: int | None = field(
-        default=None, metadata={"help": "Runs at a time, by default one a core. With vLLM it is one."}
+        default=None, metadata={"help": "Runs at a time, by default as many as cores. With vLLM it is one."}
     )
     use_vllm: bool = field(default=False, metadata={"help": "Sample with colocated vLLM."})
     model_name_or_path: str | None = field(default=None, metadata={"help": "A model to train instead of small ones."})
     dataset_name: str | None = field(default=None, metadata={"help": "Its problems, on the hub or in a JSON file."})
-    dtype: str = field(default="float32", metadata={"help": "Of the trained model."})
+    dtype: str = field(default="float32", metadata={"help": "Dtype of the trained model."})
 
 
 @cache

@@ -1,5 +1,7 @@
-"""What a user brings to the example, by name: rewards, tools and problems. What is wrong with them is a `TaskError` of
-one sentence, before a model or an engine is loaded."""
+"""Loads what a user brings to the example by name: rewards, tools and problems.
+
+If something is wrong with them, a `TaskError` says so in one sentence, before a model or an engine is loaded.
+"""
 
 import importlib
 import importlib.util
@@ -22,18 +24,12 @@ NAMED = (
 QUESTIONS, ANSWERS = ("prompt", "problem", "question"), ("solution", "answer")
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 REASONING_GYM, PROBLEMS = "reasoning_gym:", 2000
-PASSED = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-)  # by TRL, to a reward
+# The keywords by which TRL calls a reward, besides the columns of the problems
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class TaskError(ValueError):
-    """A reward, tool or dataset that cannot be used, and what to do."""
+    """A reward, tool or dataset cannot be used. The message says why, and what to do."""
 
 
 # ---- Functions
@@ -55,7 +51,8 @@ def load_function(name, flag):
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
-            sys.path.insert(0, os.getcwd())
+            if os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())
             module = importlib.import_module(path)
     except TaskError:
         raise
@@ -69,7 +66,7 @@ def load_function(name, flag):
 
 
 def load_reward(name, max_completion_length):
-    """One of TRL's rewards, or one's own, as TRL will call it."""
+    """The reward that `name` stands for, one of TRL's or the user's own, if TRL can call it."""
     if name == OVERLONG:  # as in TRL's own script, for this run's length
         cache = max_completion_length // 5
         return trl.rewards.get_soft_overlong_punishment(max_completion_length, cache)
@@ -92,6 +89,7 @@ def load_reward(name, max_completion_length):
 
 
 def load_rewards(names, weights, max_completion_length):
+    """The rewards that `names` stand for, if there are as many as `weights`."""
     if weights is not None and len(weights) != len(names):
         raise TaskError(
             f"`reward_weights` has {len(weights)} values, and there are {len(names)} `reward_funcs`: {names}."
@@ -100,7 +98,7 @@ def load_rewards(names, weights, max_completion_length):
 
 
 def check_columns(rewards, dataset):
-    """Every parameter of a reward that has no default is a column of the problems."""
+    """Refuse a reward with a parameter that is neither a column of the problems nor has a default."""
     for reward in rewards:
         try:
             inspect.signature(reward).bind(**dict.fromkeys((*PASSED, *dataset.column_names)))
@@ -115,7 +113,7 @@ def check_columns(rewards, dataset):
 
 
 def load_problems(name, config=None, seed=0):
-    """The splits that `name` has, as chats, and the reward that comes with them, if one does."""
+    """The splits of the dataset `name`, as chats, and the reward that comes with it, or `None`."""
     if name.startswith(REASONING_GYM):
         return reasoning_gym_problems(name.removeprefix(REASONING_GYM), config, seed)
     path = Path(name)
@@ -195,7 +193,7 @@ def reasoning_gym_problems(name, config, seed):
             ])  # fmt: skip
 
     def score_answer(completions, entry, **kwargs):
-        """What the generator's own grading says of the text in <answer></answer>, or of all of it without them."""
+        """The generator's own grade of the text inside <answer></answer>, or of the whole text without these tags."""
         rewards = []
         for chat, key in zip(completions, entry, strict=True):
             split, index = key.split(":")
@@ -210,7 +208,7 @@ def reasoning_gym_problems(name, config, seed):
 
 
 def check_lengths(dataset, split, tokenizer, max_completion_length, max_model_length):
-    """Every prompt leaves room for a completion in the engine's context."""
+    """Refuse a prompt that leaves no room for a completion in the engine's context."""
     room = max_model_length - max_completion_length
     for index, prompt in enumerate(dataset["prompt"]):
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)

@@ -1,4 +1,4 @@
-"""A tool of one's own. The model reads its signature and its docstring."""
+"""A tool of your own. The model reads its signature and its docstring."""
 
 
 def add(a: int, b: int) -> int:

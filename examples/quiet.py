@@ -1,6 +1,6 @@
-"""Silence, by name, for what other packages say at every start and no user of the examples can act on. All else is heard.
+"""Silences, by name, what other packages say at every start and no user of the examples can act on. All else is shown.
 
-Import it before torch, transformers and vLLM: some speak while they are imported.
+Import it before torch, transformers and vLLM, because some of them speak while they are imported.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import warnings
 from functools import partial
 
 
-# Loggers, and how the messages begin that say nothing new
+# By logger, how the messages to silence begin
 NOTICES = {
     "DeepSpeed": ["Setting accelerator to CPU"],
     "vllm.triton_utils.importing": ["Triton is installed, but", "Triton is not installed"],
@@ -48,7 +48,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")  # a bar of tex
 
 
 def bars(use_vllm):
-    """Before a model is loaded: of bars only the training's is left."""
+    """Turn all progress bars off but the training's. To be called before a model is loaded."""
     import datasets
     import transformers
 

@@ -30,8 +30,8 @@ def addition(a, b):
 
 
 def sums(seed=0, held_out=500):
-    """All sums of two two-digit numbers: those to train on, and those of `held_out` pairs, which are in neither order
-    among them."""
+    """All sums of two two-digit numbers, in two lists: those to train on, and those of `held_out` pairs of numbers,
+    which are trained on in neither order."""
     pairs = [{(a, b), (b, a)} for a in range(10, 100) for b in range(a, 100)]
     random.Random(seed).shuffle(pairs)
     rows = [[addition(a, b) for a, b in sorted(pair)] for pair in pairs]
@@ -156,7 +156,7 @@ INSTRUCT_TASKS = {"writing": (writing, without_e), "arithmetic": (arithmetic, ex
 
 
 def teach(model, tokenizer, rows, accuracy, learning_rate, batch_size):
-    """Train on the solutions of `rows` until about `accuracy` of them are what greedy decoding says."""
+    """Train on the solutions of `rows`, until greedy decoding gets about `accuracy` of them right."""
     prompts = to_ids(tokenizer, [row["prompt"] for row in map(as_chat, rows)])
     answers = tokenizer([row["solution"] + tokenizer.eos_token for row in rows], add_special_tokens=False).input_ids
     pairs = list(zip(prompts, answers, strict=True))
@@ -174,12 +174,12 @@ def teach(model, tokenizer, rows, accuracy, learning_rate, batch_size):
         optimizer.step()
         optimizer.zero_grad()
         guessed, wanted = output.logits[:, :-1].argmax(-1), labels[batch, 1:]
-        right = ((guessed == wanted) | (wanted == -100)).all(1)  # all tokens are, so greedy decoding says the same
+        right = ((guessed == wanted) | (wanted == -100)).all(1)  # if all are likeliest, greedy decoding says them
         reached = 0.8 * reached + 0.2 * right.float().mean().item()
 
 
 def warm_start(folder, rows, accuracy, seed=0):
-    """Save a character-level tokenizer and a small Qwen3 that gets `accuracy` of `rows` right."""
+    """Save a small Qwen3 that gets `accuracy` of `rows` right, with a tokenizer of single characters."""
     set_seed(seed)
     torch.set_num_threads(1)  # so small a model gains nothing from more, and loses much on a busy machine
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "\n", *map(chr, range(32, 127))])}
@@ -196,7 +196,7 @@ def warm_start(folder, rows, accuracy, seed=0):
 
 
 def warm_start_from(model, folder, rows, accuracy, seed=0):
-    """Save an instruction-tuned `model`, a folder or name, taught until it gets `accuracy` of `rows` right."""
+    """Teach an instruction-tuned `model` (a folder or name) until it gets `accuracy` of `rows` right, and save it."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model)
     taught = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
@@ -206,7 +206,7 @@ def warm_start_from(model, folder, rows, accuracy, seed=0):
 
 
 def greedy_accuracy(model, tokenizer, problems, reward, max_new_tokens):
-    """The mean reward of greedy completions of `problems`, which are chats."""
+    """The mean reward of greedy completions of `problems`, whose prompts are chats."""
     inputs = tokenizer.apply_chat_template(
         list(problems["prompt"]),
         add_generation_prompt=True,

@@ -2,8 +2,9 @@
 
     python examples/train_pdm.py
 
-needs no GPU, no download and less than four minutes: a small Qwen3 that gets six of ten two-digit sums right is trained
-on, as configs/recipes/default.yaml says. Flags, or a YAML file after `--config`, replace single settings. In general:
+needs no GPU, no download and less than four minutes. It makes a small Qwen3 that gets six of ten two-digit sums right,
+and trains it further, with the settings of configs/recipes/default.yaml. Flags, or a YAML file after `--config`,
+replace single settings. To train your own model on your own problems:
 
     python examples/train_pdm.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/DeepMath-103K
 """
@@ -34,16 +35,19 @@ PLOTTED = ("reward",), ("trust_region/outside", "trust_region/masked"), ("trust_
 
 @dataclass
 class PDMScriptArguments(ScriptArguments):
-    warm_start_accuracy: float = field(default=0.55, metadata={"help": "Accuracy at which PDM takes over."})
+    warm_start_accuracy: float = field(
+        default=0.55,
+        metadata={"help": "Accuracy that supervised training gives the small model before PDM trains it."},
+    )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "How to judge: names of TRL's rewards, 'exact_match', 'my_file.py:function' or dotted paths. Default: "
-            "the dataset's own with 'reasoning_gym:NAME', else 'accuracy_reward', of an answer in \\boxed{}."
+            "help": "Reward functions: names of TRL's, 'exact_match', 'my_file.py:function' or dotted paths. Default: "
+            "the dataset's own with 'reasoning_gym:NAME', else 'accuracy_reward', which reads an answer in \\boxed{}."
         },
     )
     tools: list[str] | None = field(
-        default=None, metadata={"help": "What the model may call: 'my_file.py:function' or dotted paths."}
+        default=None, metadata={"help": "Functions the model may call: 'my_file.py:function' or dotted paths."}
     )
 
 
@@ -95,7 +99,6 @@ def main(script_args, training_args, model_args):
         print(f"{len(dataset[script_args.dataset_train_split])} problems: {length} of {batch} completions, {takes}.")
         engine = f"vLLM, {training_args.vllm_mode}" if training_args.use_vllm else "transformers, without vLLM: slower"
         print(f"Rollouts by {engine}.")
-        print(f"Trust region: {training_args.bounds}.")
         print(f"Results go to {output_dir}.", flush=True)
     if built_in:
         model_args.model_name_or_path = str(output_dir / "base")
@@ -149,7 +152,7 @@ def main(script_args, training_args, model_args):
 if __name__ == "__main__":
     parser = TrlParser(
         (PDMScriptArguments, PDMGRPOConfig, ModelConfig),
-        description="Defaults are those of the built-in run. Of others: --model_name_or_path MODEL --help",
+        description="Defaults are those of the built-in run. For those of others: --model_name_or_path MODEL --help",
     )
     given, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(return_remaining_strings=True)
     recipe = Path(__file__).parents[1] / "configs" / "recipes" / "default.yaml"

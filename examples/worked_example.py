@@ -1,8 +1,8 @@
-"""One position of a completion, a vocabulary of five tokens, and all numbers of the trust region there.
+"""Prints the numbers of the trust region at one position of a completion, with a vocabulary of five tokens.
 
     python examples/worked_example.py
 
-Each token in turn is taken for the sampled one, with an advantage of 1. `docs/how-it-works.md` explains what is printed.
+Each token in turn is taken as the sampled one, with an advantage of 1. `docs/how-it-works.md` explains the output.
 """
 
 import math
@@ -20,7 +20,7 @@ STEP = 0.05
 
 
 def evidence(sampled: int, top_k: int) -> Evidence:
-    """The sampled token in slot 0, then the behaviour policy's `top_k` most probable ones."""
+    """The evidence of a position: the sampled token, and then the behaviour policy's `top_k` most probable ones."""
     top = BEHAVIOR.topk(top_k).indices
     ids = torch.cat([torch.tensor([sampled]), top])
     valid = torch.cat([torch.tensor([True]), top != sampled])

@@ -26,9 +26,9 @@ class TRLCompatibilityError(RuntimeError):
 
 
 def not_seen(trainer: type, scored: bool) -> Exception:
-    """The error of a `trainer` class whose `_compute_loss` does not find the advantages, which come with the forward pass.
+    """The error of a `trainer` class whose `_compute_loss` does not find the advantages.
 
-    Where the forward pass has `scored`, it looked for them in a copy made before. Otherwise it looked too early.
+    They come with the forward pass. If that has `scored`, the class looked in a copy made before; otherwise, too early.
     """
     first = next(cls for cls in trainer.__mro__ if "_compute_loss" in vars(cls))
     if first is trl.GRPOTrainer:

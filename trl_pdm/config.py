@@ -45,9 +45,6 @@ _OF_VLLM = (
     "vllm_quantization",
 )
 
-# Where `divergence_threshold` is not set. For total variation it is what Pinsker's inequality makes of the KL
-# divergence's, sqrt(KL / 2).
-RADII = {"kl": 0.03, "reverse_kl": 0.03, "tv": 0.12}
 # With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design.
 LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo")
 # These shape it by other means than `epsilon`.
@@ -106,11 +103,10 @@ class PDMGRPOConfig(GRPOConfig):
         divergence_top_k (`int`, *optional*, defaults to `20`):
             Number of the behaviour policy's most probable tokens in the `"topk"` support. At most the size of the
             vocabulary.
-        divergence_threshold (`float`, *optional*):
+        divergence_threshold (`float`, *optional*, defaults to `0.15`):
             Radius of the trust region of `proximity="divergence"`: a token is outside where the divergence exceeds
             it. Used for tokens with a negative advantage, and with a positive one unless `divergence_threshold_high`
-            is set. Defaults to what did best in `docs/evidence.md`: `0.03` nats for the KL divergences and `0.12` for
-            total variation.
+            is set.
         divergence_threshold_high (`float`, *optional*):
             Radius for tokens with a positive advantage. Defaults to `divergence_threshold`.
         proximity (`str`, *optional*, defaults to `"divergence"`):
@@ -149,8 +145,8 @@ class PDMGRPOConfig(GRPOConfig):
             compares the logprobs that vLLM sampled with the training policy's, on the same weights. `0` disables it.
             There is none with a rollout function, nor where penalties or biases shape what vLLM samples.
         sync_check_threshold (`float`, *optional*, defaults to `0.5`):
-            Mean absolute difference of logprobs, in nats, above which the check stops the run. Only wrong weights explain
-            so large a difference.
+            Mean absolute difference of logprobs, in nats, above which the check stops the run. Only wrong weights
+            explain so large a difference.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             How updated weights reach vLLM: `"full"` (all weights, with an adapter merged into them), `"adapter"` (a
             colocated engine serves the base and the live LoRA adapter, and only the adapter moves) or `"auto"`
@@ -158,8 +154,8 @@ class PDMGRPOConfig(GRPOConfig):
         vllm_weight_rounding (`str`, *optional*, defaults to `"auto"`):
             How weights are rounded to vLLM's dtype where the trainer's is finer. `"nearest"` hides updates that are
             smaller than the spacing of vLLM's dtype. `"stochastic"` rounds at random, so that the expectation is the
-            trainer's weight. `"auto"` decides for each weight: `"nearest"` if it is used under autocast (`bf16`, `fp16`)
-            or not trained, `"stochastic"` otherwise, and always if an adapter is merged into it.
+            trainer's weight. `"auto"` decides for each weight: `"nearest"` if it is used under autocast (`bf16`,
+            `fp16`) or not trained, `"stochastic"` otherwise, and always if an adapter is merged into it.
         vllm_dtype (`str`, *optional*, defaults to `"auto"`):
             Dtype of a colocated engine: `"bfloat16"`, `"float16"`, `"float32"` or `"auto"`, vLLM's choice (that of the
             checkpoint, and `"bfloat16"` or `"float16"` for a float32 one).
@@ -192,13 +188,12 @@ class PDMGRPOConfig(GRPOConfig):
             "the vocabulary."
         },
     )
-    divergence_threshold: float | None = field(
-        default=None,
+    divergence_threshold: float = field(
+        default=0.15,
         metadata={
             "help": "Radius of the trust region of `proximity='divergence'`: a token is outside where the divergence "
             "exceeds it. Used for tokens with a negative advantage, and with a positive one unless "
-            "`divergence_threshold_high` is set. Defaults to what did best in docs/evidence.md: 0.03 nats for the KL "
-            "divergences and 0.12 for total variation."
+            "`divergence_threshold_high` is set."
         },
     )
     divergence_threshold_high: float | None = field(
@@ -324,25 +319,10 @@ class PDMGRPOConfig(GRPOConfig):
         return not self.mask_replaces_clipping and self.loss_type not in LOSSES_WITHOUT_EPSILON
 
     @property
-    def radius(self) -> float:
-        """`divergence_threshold`, or where it is not set the default for `divergence`, in its unit."""
-        return RADII[self.divergence] if self.divergence_threshold is None else self.divergence_threshold
-
-    @property
-    def bounds(self) -> str:
-        """Where the trust region ends, in words."""
-        region = self.trust_region
-        low, high = f"{region.threshold_low:g}", f"{region.threshold_high:g}"
-        if self.proximity == "ratio":
-            return f"an importance ratio within -{low} and +{high} of 1"
-        unit = "total variation" if self.divergence == "tv" else "nats"
-        return f"a divergence of {low} {unit}" + (f", {high} with a positive advantage" if high != low else "")
-
-    @property
     def trust_region(self) -> TrustRegion:
         """The [`TrustRegion`] that these fields describe, made anew."""
         low, high = {
-            "divergence": (self.radius, self.divergence_threshold_high),
+            "divergence": (self.divergence_threshold, self.divergence_threshold_high),
             "ratio": (self.epsilon, self.epsilon_high),
         }[self.proximity]
         choices = {name: getattr(self, field_name) for name, field_name in _OF_THE_REGION.items()}
@@ -471,8 +451,8 @@ class PDMGRPOConfig(GRPOConfig):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 refuse(name, f"one of {', '.join(map(repr, choices))}")
-        if self.divergence_threshold is not None and not is_positive(self.divergence_threshold):
-            refuse("divergence_threshold", "a positive, finite number, or `None` for the default of `divergence`")
+        if not is_positive(self.divergence_threshold):
+            refuse("divergence_threshold", "a positive, finite number (0.15 is a good start)")
         if self.divergence_threshold_high is not None and not is_positive(self.divergence_threshold_high):
             refuse("divergence_threshold_high", "a positive, finite number, or `None` for `divergence_threshold`")
         if self.proximity == "ratio":

@@ -134,7 +134,7 @@ class Metric:
 
     Args:
         name (`str`): as the loggers show it.
-        kind (`str`): `"share"`, `"mean"` or `"max"` over a population of tokens, or `"value"`, a number logged as it is.
+        kind (`str`): `"share"`, `"mean"` or `"max"` over a population of tokens, or `"value"`, a number of its own.
         meaning (`str`): one line.
     """
 
@@ -286,8 +286,8 @@ class MaskedColumn:
     """
     The column `trust_region/masked` of TRL's table of completions: the share of a completion's tokens that was masked.
 
-    TRL logs completions with their rollout. They are trained on later and in another order, so each carries the number of
-    its row. Its entry is `None` until it is trained on, and then the share in its last update.
+    TRL logs completions with their rollout. They are trained on later and in another order, so each carries the number
+    of its row. Its entry is `None` until it is trained on, and then the share in its last update.
 
     Args:
         columns (`dict`): TRL's extra columns, with the completions of all processes.
@@ -334,15 +334,16 @@ def forecasts(
     mask: Tensor,
 ) -> dict[str, Tensor]:
     """
-    Tell, when a micro-batch is trained on again, whether the divergence of its tokens moved as each direction had said.
+    Tell whether each direction was right about the tokens of a micro-batch, once that is trained on again.
 
-    Only tokens that updated the policy from outside the trust region count. All optimizer steps since then, with all
-    their tokens, have moved the divergence. Scoring the micro-batch measures it, so no forward pass is added.
+    A direction was right about a token if the divergence then moved as it had said. Only tokens that updated the
+    policy from outside the trust region count. All optimizer steps since, with all their tokens, have moved the
+    divergence. It is known once the micro-batch is scored to be trained on, so no forward pass is added.
 
     Args:
         batch (`dict`):
-            The micro-batch, the same object each time it is trained on. It keeps what the directions say now, until the
-            next time.
+            The micro-batch, the same object each time it is trained on. It keeps what the directions say now, until
+            the next time.
         step (`int`):
             Optimizer steps taken so far.
         assessment, advantages, mask:
@@ -351,8 +352,8 @@ def forecasts(
             Of the sampled tokens, in nats.
 
     Returns:
-        `dict[str, Tensor]`: for `"predictive"` and `"ratio"`, `(B, T)` each: 1 where the direction was right, -1 where it
-        was wrong, 0 where it said nothing, where the divergence did not move, or at the micro-batch's first time.
+        `dict[str, Tensor]`: for `"predictive"` and `"ratio"`, `(B, T)` each: 1 where the direction was right, -1 where
+        it was wrong, 0 where it said nothing, where the divergence did not move, or at the micro-batch's first time.
     """
     made_at, tokens, before, made = batch.get("forecast", (step, None, None, None))
     updated = mask & assessment.outside & assessment.keep

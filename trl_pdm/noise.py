@@ -46,7 +46,7 @@ def sources(model: nn.Module, neftune_noise_alpha: float | None = None) -> dict[
 
 
 def warn_of(found: dict[str, str]) -> None:
-    """Warn of what noise does to a trust region, naming the sources `found` by [`sources`]. Silent if there are none."""
+    """Warn of what noise does to a trust region, naming what [`sources`] has `found`. Says nothing if that is empty."""
     if found:
         logger.warning(
             f"The model trains with {', '.join(found)}, which moves its logprobs at random: the trust region takes that "

@@ -20,8 +20,8 @@ def check(trainer: "TopKRolloutTrainer") -> None:
     """Refuse a model and datasets that cannot be trained on.
 
     Raises:
-        ValueError: The vocabulary is too small for the tokenizer or the top K, no parameter is trainable, a prompt holds
-            no token, or only some rows have images.
+        ValueError: The vocabulary is too small for the tokenizer or the top K, no parameter is trainable, a prompt
+            holds no token, or only some rows have images.
     """
     vocab_size = trainer.model.config.get_text_config().vocab_size
     trainer.args.check_vocabulary(vocab_size, _embeddings_needed(trainer.processing_class))

@@ -1,9 +1,9 @@
 """The training policy's log-probabilities at the rollout's candidates, from TRL's own forward and without logits.
 
-`log pi_i = log pi_a + (z_i - z_a)`: TRL's fused LM head yields `log pi_a` of the sampled token. A candidate then costs one
-row of the LM head and one dot product. The rows are gathered where TRL calls its kernel, inside the model's forward. There
-ZeRO-3 and FSDP hold the full head, and the hidden states, the scale, the soft-capping, the temperature and the compute
-dtype are the very ones TRL uses.
+`log pi_i = log pi_a + (z_i - z_a)`: TRL's fused LM head yields `log pi_a` of the sampled token. A candidate then costs
+one row of the LM head and one dot product. The rows are gathered where TRL calls its kernel, inside the model's
+forward. There ZeRO-3 and FSDP hold the full head, and the hidden states, the scale, the soft-capping, the temperature
+and the compute dtype are the very ones TRL uses.
 """
 
 import inspect
@@ -47,11 +47,11 @@ class PolicyScores:
     """The training policy's log-probabilities of the candidates, which [`topk_head`] fills in as the forwards run.
 
     Attributes:
-        ids (`torch.Tensor`, int): `(B, T, K+1)`, the scored token ids, the sampled token in slot 0; `-1` where a slot is
-            empty.
+        ids (`torch.Tensor`, int): `(B, T, K+1)`, the scored token ids, the sampled token in slot 0; `-1` where a slot
+            is empty.
         logps (`torch.Tensor`, float32): `(B, T, K+1)`, their log-probabilities in nats, at the sampling temperature.
-            Without gradient, unless `with_grad` was set. Slot 0 always has the sampled token's. In other slots they are
-            arbitrary where `ids` is `-1`.
+            Without gradient, unless `with_grad` was set. Slot 0 always has the sampled token's. In other slots they
+            are arbitrary where `ids` is `-1`.
         sum_sq (`torch.Tensor`, float32, or `None`): `(B, T)`, sum over the vocabulary of the squared probabilities.
         vocab_size (`int`): rows of the LM head.
     """
@@ -137,8 +137,8 @@ class _Head:
     def top(
         self, k: int, targets: Int[Tensor, " tokens"]
     ) -> tuple[Int[Tensor, "tokens slots"], Float[Tensor, "tokens slots"]]:
-        """`targets` `(N,)`, and after each the `k` most probable tokens: ids (int32) and transformed logits (float32), `(N,
-        k+1)` each. The id is -1 where one of the `k` repeats the target."""
+        """`targets` `(N,)`, and after each the `k` most probable tokens: ids (int32) and transformed logits (float32),
+        `(N, k+1)` each. The id is -1 where one of the `k` repeats the target."""
         vocab, device = self.weight.shape[0], targets.device
         ids = torch.empty(len(targets), k + 1, dtype=torch.int32, device=device)
         z = torch.empty(len(targets), k + 1, dtype=torch.float32, device=device)
@@ -168,7 +168,7 @@ class _Head:
 
 class _LogitsAt(torch.autograd.Function):
     """What [`_Head.at`] computes. The backward pass gathers the rows again, so that they need not be kept. It adds up
-    gradients in float32, as TRL's kernel does: a bfloat16 sum over the many places of a token would round them away."""
+    gradients in float32, as TRL's kernel does: a bfloat16 sum over many places of a token would round them away."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, head):
@@ -221,12 +221,12 @@ def topk_head(
         attention_mask (`torch.Tensor`): `(B, P+T)`, of the sequences that TRL is about to score.
         logits_to_keep (`int`): `T`, the number of completion positions.
         batch_size (`int`, *optional*): rows that TRL puts through one forward; all by default.
-        ids (`torch.Tensor`, int, *optional*): `(B, T, K+1)`, the candidates to score, the sampled token in slot 0; `-1`
-            where a slot is empty.
+        ids (`torch.Tensor`, int, *optional*): `(B, T, K+1)`, the candidates to score, the sampled token in slot 0;
+            `-1` where a slot is empty.
         top_k (`int`, *optional*, defaults to `0`): without `ids`, how many of the training policy's own most probable
             tokens to score besides the sampled one.
         with_sum_sq (`bool`, *optional*, defaults to `False`): also yield the sum of squared probabilities.
-        with_grad (`bool`, *optional*, defaults to `False`): the log-probabilities carry a gradient if the forward does.
+        with_grad (`bool`, *optional*, defaults to `False`): the log-probabilities have a gradient if the forward has.
 
     Yields:
         [`PolicyScores`]: filled as the forwards run.

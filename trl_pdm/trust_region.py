@@ -11,8 +11,8 @@ over these categories, to first order, by `A * r * d`:
 
     d = <grad_z D, e_a - pi> = pi_a (h_a - hbar) - sum_c S_c (h_c - hbar),    S_c = sum of pi_j^2 over the tokens of c
 
-The head's probabilities give all of it but `S_rest`, which a tail estimator supplies. The same step changes the policy's
-entropy `H` at that position by `A * r * e`:
+The head's probabilities give all of it but `S_rest`, which a tail estimator supplies. The same step changes the
+policy's entropy `H` at that position by `A * r * e`:
 
     e = <grad_z H, e_a - pi> = sum_j pi_j^2 (log pi_j + H) - pi_a (log pi_a + H)
 
@@ -77,8 +77,8 @@ class Evidence:
     """
     The log-probabilities of each sampled token and its candidates, under the behaviour and the training policy.
 
-    A position holds no evidence where slot 0 is not valid (padding), where a valid slot is NaN or +inf, where the sampled
-    token's behaviour log-probability is -inf, or where `policy_sum_sq` is used and NaN.
+    A position holds no evidence where slot 0 is not valid (padding), where a valid slot is NaN or +inf, where the
+    sampled token's behaviour log-probability is -inf, or where `policy_sum_sq` is used and NaN.
 
     Args:
         behavior_logps (`Tensor`, float, `"*batch slots"`):
@@ -276,8 +276,8 @@ class TrustRegion:
         Pure, without gradient and without host synchronisation. It computes in float32, or float64 if any
         log-probability comes in float64.
 
-        A token without evidence is kept. Its `divergence`, `predicted_change` and `entropy_change` are 0, and its ratio
-        counts as 1.
+        A token without evidence is kept. Its `divergence`, `predicted_change` and `entropy_change` are 0, and its
+        ratio counts as 1.
 
         Log-probabilities below -100 (a probability of 4e-44), and -inf, count as -100. So a candidate with `mu_i = 0`
         adds nothing to `"kl"`. To `"reverse_kl"`, which would be infinite, it adds at most `100 * pi_i` nats.
@@ -363,8 +363,8 @@ def replay_support(
     """
     Renormalise the training policy over the tokens that truncated sampling (top-p, top-k, min-p) left.
 
-    Such sampling renormalises the behaviour policy over the surviving tokens, so the survivors' probabilities sum to 1.
-    Where the candidates' do not, some survivors are not among them, and the evidence stays as it is.
+    Such sampling renormalises the behaviour policy over the surviving tokens, so the survivors' probabilities sum to
+    1. Where the candidates' do not, some survivors are not among them, and the evidence stays as it is.
 
     Args:
         evidence ([`Evidence`]):
@@ -375,9 +375,9 @@ def replay_support(
 
         - The evidence over the survivors, without gradient.
         - `complete` (bool, `"*batch"`): whether all survivors are known.
-        - `log_mass` (float, `"*batch"`): the survivors' log-probability under the training policy, in nats; 0 where they
-          are not all known. It has the gradient of `policy_logps`: subtract it from the sampled token's log-probability
-          to normalise that over the survivors.
+        - `log_mass` (float, `"*batch"`): the survivors' log-probability under the training policy, in nats; 0 where
+          they are not all known. It has the gradient of `policy_logps`: subtract it from the sampled token's
+          log-probability to normalise that over the survivors.
     """
     behavior_logps, policy_logps, valid = evidence.behavior_logps, evidence.policy_logps, evidence.valid
     survivors = valid & (behavior_logps > LOGP_FLOOR)
@@ -397,8 +397,8 @@ def ratio_base(evidence: Evidence, ratio_max: float | None) -> Float[Tensor, "*b
     """
     The behaviour log-probabilities of the sampled tokens, raised where the ratio is truncated.
 
-    To truncate a ratio at `C` is to raise the behaviour log-probability to at least `log pi - log C`. So the ratio of the
-    training policy to what is returned is `min(r, C)`. It is 1 where the behaviour log-probability is not finite.
+    To truncate a ratio at `C` is to raise the behaviour log-probability to at least `log pi - log C`. So the ratio of
+    the training policy to what is returned is `min(r, C)`. It is 1 where the behaviour log-probability is not finite.
 
     Args:
         evidence ([`Evidence`]):
@@ -426,7 +426,7 @@ def _has_evidence(evidence: Evidence) -> Tensor:
 
 
 def _clean(evidence: Evidence, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Floored log-probabilities, in float32 or better. Slots that are not `used` hold the floor in both, and add nothing."""
+    """Floored log-probabilities, in float32 or better. Slots that are not `used` hold the floor, and so add nothing."""
     both = evidence.behavior_logps, evidence.policy_logps
     dtype = torch.promote_types(torch.promote_types(both[0].dtype, both[1].dtype), torch.float32)
     behavior, policy = (torch.where(used, logps.to(dtype), LOGP_FLOOR).clamp(min=LOGP_FLOOR) for logps in both)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_own_process(*arguments: str) -> Any:
-    """What the running script prints last, as JSON, where it is given `arguments` besides its own."""
+    """Run this script again, with `arguments` besides its own. Returns its last line of output, read as JSON."""
     command = [sys.executable, *sys.argv, *arguments]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return json.loads(output.strip().splitlines()[-1])

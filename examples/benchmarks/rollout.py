@@ -6,8 +6,8 @@ and take turns, so neither the engine nor the load of the machine favours one of
     python examples/benchmarks/rollout.py
     python examples/benchmarks/rollout.py --model path/to/a/model --top_k 20
 
-The larger the vocabulary, the more of the time is the model's, in both. On a CPU that is busy with other things, set
-OMP_NUM_THREADS=1 and VLLM_CPU_OMP_THREADS_BIND=nobind: several threads of an engine spend such a time on each other.
+The larger the vocabulary, the larger the share of the model in the time of both. On a CPU that is busy with other
+things, set OMP_NUM_THREADS=1 and VLLM_CPU_OMP_THREADS_BIND=nobind: an engine's threads would wait for each other.
 """
 
 import argparse

@@ -2,14 +2,16 @@
 
     python examples/benchmarks/scaling.py [--output_dir outputs/scaling]
 
-Each point runs the loss phase (forward, loss, backward) on the same batch, in turn, of stock GRPO, of PDM, and of PDM
-with `tail_estimator="uniform"`. Kept are the shortest CPU time (on a GPU, wall time), as all that disturbs a run makes it
-longer, and the peak memory on top of what was there before. As the difference of two such times is mostly noise, PDM's own
-operations (the candidates' logits, the trust region and its sums) are timed as well. Slopes are those of straight lines
-through the logarithms: 1 is linear, 0 is flat. Printed as a table, written as `scaling.csv` and drawn as `scaling.png`.
+At each point stock GRPO, PDM, and PDM with `tail_estimator="uniform"` run the loss phase (forward, loss, backward) in
+turn, on the same batch. Two figures of each are kept: the shortest CPU time (on a GPU, wall time), as all that
+disturbs a run makes it longer, and the peak memory on top of what was there before. The difference of two such times
+is mostly noise, so PDM's own operations (the candidates' logits, the trust region and its sums) are timed as well.
+Slopes are those of straight lines through the logarithms: 1 is linear, 0 is flat. The results are printed as a table,
+written as `scaling.csv` and drawn as `scaling.png`.
 
-The sum of squared probabilities that the exact tail needs comes from TRL's LM head: on a GPU within the pass over the
-logits that stock makes, on a CPU by a product and a sum more for each logit, which the uniform tail does not need.
+The exact tail needs the sum of squared probabilities, which TRL's LM head computes. On a GPU it does so within the
+pass over the logits that stock makes. On a CPU it takes a product and a sum more for each logit, which the uniform
+tail does not need.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_pdm import PDMGRPOConfig, PDMGRPOTrainer, topk_head
 
 
-# What the others are while one grows. One sequence, so that the attention's cost is the same for both and in proportion.
+# The values of the others while one grows. The batch is one sequence, so that attention costs all of them the same.
 USUAL = {"K": 20, "tokens": 256, "vocabulary": 8192}
 SWEEPS = {
     "K": (5, 10, 20, 50, 100, 200),

@@ -2,15 +2,15 @@
 
     python examples/benchmarks/step.py [--model FOLDER] [--repeats 5] [--variants pdm binary ratio]
 
-`binary` is PDM on the sampled token alone, `ratio` GRPO's own clip as a mask.
+`binary` is PDM on the sampled token alone. `ratio` is GRPO's own clip as a mask.
 
-DPPO is written here the way it is usually done: the loss takes the log-softmax of the whole vocabulary, and gathers the
+DPPO is written here as it usually is: the loss takes the log-softmax over the whole vocabulary, and gathers the
 rollout's top K from it.
 
-Each repeat runs every variant once, in turn, each in a process of its own so that its peak memory is its own. A run
-takes one rollout with its optimizer steps to warm up, then measures the next ones. Phases: *rollout* is generation,
-*scoring* the forwards without gradient after it, *loss* forward and backward, *sync* weights into vLLM. Printed are
-medians over the repeats and, last, the ratios to stock.
+Each repeat runs every variant once, in turn. Each run is a process, so that its peak memory is its own. It warms up
+with one rollout and its optimizer steps, and measures the next ones. The phases are *rollout* (generation), *scoring*
+(the forwards without gradient after it), *loss* (forward and backward) and *sync* (of the weights into vLLM). Printed
+are medians over the repeats and, last, the ratios to stock.
 
 Without a GPU, stock TRL cannot bring weights into vLLM (the CPU engine repacks them): all variants then use this
 package's sync.

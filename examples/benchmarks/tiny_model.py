@@ -8,7 +8,7 @@ SHAPE = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_at
 
 
 def tiny_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """The printable characters, and tokens that no text has up to `vocab_size`, which is at least 97."""
+    """A tokenizer of the printable characters, filled up to `vocab_size` (at least 97) with tokens that no text has."""
     vocab = ["<pad>", "<eos>", *map(chr, range(32, 127)), *(f"<{i}>" for i in range(97, vocab_size))]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
@@ -21,7 +21,7 @@ def tiny_lm(vocab_size: int, **shape: int) -> Qwen3ForCausalLM:
 
 
 def tiny_model(folder: str, vocab_size: int = 97, **shape: int) -> str:
-    """Save both as a Hugging Face folder."""
+    """Save the model and its tokenizer as a Hugging Face folder."""
     tiny_tokenizer(vocab_size).save_pretrained(folder)
     tiny_lm(vocab_size, **shape).save_pretrained(folder)
     return folder

@@ -11,10 +11,10 @@ learning rate. After 8 and after 32 updates it syncs the same weights with each 
 logprobs of the sampled tokens. Printed are
 
 - `gap`: the mean absolute difference of the engine's logprobs from the trainer's, in nats;
-- `shown`: the share of the trainer's change of logprobs since the start that the engine's logprobs show, as the slope of
-  the one on the other through the origin: 1 is all of it;
-- both again for the trainer's own float32 forward with the weights as they were pushed (`weights`): what rounding alone
-  does, without the engine's own arithmetic;
+- `shown`: the share of the trainer's change of logprobs since the start that the engine's logprobs show. It is the
+  slope of a line through the origin, of the engine's change on the trainer's: 1 is all of it;
+- `weights gap` and `weights shown`: the same of the trainer's own float32 forward with the weights as they were
+  pushed. This is what rounding alone does, without the engine's own arithmetic;
 - `kept`: the share of pushed weights that still have the value they had at the start;
 - `seconds`: of the sync.
 

@@ -2,12 +2,12 @@
 
     python examples/benchmarks/weight_sync.py [--model FOLDER] [--repeats 5]
 
-Each variant runs in a process of its own, `--rounds` times in turn. It perturbs the trained weights, syncs, samples, and
-compares the sampled logprobs with the trainer's, `--repeats` times. Printed are medians over all of them and, last, the
-ratios to TRL's way with the same model.
+Each variant runs in a process of its own, `--rounds` times in turn. `--repeats` times it perturbs the trained weights,
+syncs, samples, and compares the sampled logprobs with the trainer's. Printed are medians over all repeats and, last,
+the ratios to TRL's way with the same model.
 
-TRL's way with LoRA is to merge the adapter into the base and push every parameter. On a CPU its push fails (the engine
-repacks its weights), so there both ways push through vLLM's reload; on a GPU TRL's own push is measured.
+TRL's way with LoRA is to merge the adapter into the base and push every parameter. On a CPU its push fails, because
+the engine repacks its weights, so there both ways push through vLLM's reload. On a GPU TRL's own push is measured.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 from processes import in_own_process
 
 
-# name: (LoRA, 8-bit base, TRL's way, `vllm_weight_sync`); each is compared with the TRL variant named last
+# name: (LoRA, 8-bit base, TRL's way, `vllm_weight_sync`, the variant it is compared with)
 VARIANTS = {
     "full, TRL": (False, False, True, "full", None),
     "full": (False, False, False, "full", "full, TRL"),

@@ -58,6 +58,12 @@ def test_rewards_by_every_kind_of_name(folder):
     assert punishment(completion_ids=[[0] * 80, [0] * 90, [0] * 101]) == [0, -0.5, -1]
 
 
+def test_a_dotted_path_makes_the_current_folder_importable_once(folder):
+    for _ in range(2):
+        loading.load_function("importable_rewards.length", "reward_funcs")
+    assert sys.path.count(str(folder)) == 1
+
+
 @pytest.mark.parametrize(
     "name, says",
     [

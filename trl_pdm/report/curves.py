@@ -44,7 +44,7 @@ MEANINGS = {
 
 @dataclass
 class Curves:
-    """One plot. `metrics` are its lines, each with its name in the legend; `of_one_run` are left out with several runs."""
+    """One plot. `metrics` are its lines, with their names in the legend. With several runs `of_one_run` is left out."""
 
     unit: str
     metrics: dict[str, str]

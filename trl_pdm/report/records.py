@@ -1,4 +1,4 @@
-"""What a run writes for its report: its settings, and what the trust region said about the tokens of a few completions."""
+"""What a run writes for its report: its settings, and the trust region's assessment of a few completions' tokens."""
 
 import json
 import os
@@ -30,8 +30,8 @@ class TokenRecords:
     """
     Records the tokens of a few completions each time the run logs, with what the trust region said about them.
 
-    They are the first completions of the last training micro-batch, which TRL has shuffled. Until they are written, their
-    rows of `(B, T)` tensors stay on the device.
+    They are the first completions of the last training micro-batch, which TRL has shuffled. Until they are written,
+    their rows of `(B, T)` tensors stay on the device.
 
     Args:
         args ([`PDMGRPOConfig`]): how many completions (`log_token_assessments`), and the `output_dir` they go to.
@@ -69,7 +69,7 @@ class TokenRecords:
         advantages: Tensor,
         mask: Tensor,
     ) -> None:
-        """Keep this micro-batch instead of the last one. `mask` `(B, T)` is true for the tokens that are trained on."""
+        """Keep this micro-batch instead of the last one. `mask` `(B, T)` is true for tokens that are trained on."""
         if not self._size or mode != "train":
             return
         tokens = {
@@ -89,7 +89,7 @@ class TokenRecords:
         self._last = tokens, completions
 
     def write(self, mode: str, step: int, processing_class: Any) -> None:
-        """Write the micro-batch that was kept, if one was since the last call, to a Parquet file with one row per token."""
+        """Write the micro-batch that was kept since the last call, if any, to a Parquet file with one row per token."""
         if self._last is None or mode != "train":
             return
         (tokens, completions), self._last = self._last, None
@@ -108,8 +108,7 @@ class TokenRecords:
         table["prompt"] = table["completion"].map(prompts).where(first, None)
         if "reward" in completions:
             table["reward"] = completions["reward"].numpy()[table["completion"]]
-        settings = _in_effect(self._args)
-        table.attrs = {name: settings[name] for name in SETTINGS}
+        table.attrs = {name: getattr(self._args, name) for name in SETTINGS}
         folder = os.path.join(self._args.output_dir, FOLDER)
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"step_{step:06d}.parquet")
@@ -122,12 +121,8 @@ def write_settings(args: "PDMGRPOConfig", **others: Any) -> None:
     path = os.path.join(args.output_dir, SETTINGS_FILE)
     os.makedirs(args.output_dir, exist_ok=True)
     with open(path + ".partial", "w", encoding="utf-8") as file:
-        json.dump(others | _in_effect(args), file, indent=2, default=str)
+        json.dump(others | args.to_dict(), file, indent=2, default=str)
     os.replace(path + ".partial", path)
-
-
-def _in_effect(args: "PDMGRPOConfig") -> dict[str, Any]:
-    return args.to_dict() | {"divergence_threshold": args.radius}
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:

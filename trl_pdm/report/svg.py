@@ -13,7 +13,7 @@ MAX_LINES = 12
 
 
 def write_svg(recorded: Recorded, path: Path) -> None:
-    """Draw what the colours mean, and below it the completions with the most masked tokens, on `MAX_LINES` lines in all."""
+    """Draw what the colours mean, and below it the completions with the most masked tokens, on at most `MAX_LINES`."""
     lines = [[Token(state, "token", "", []), _plain(meaning)] for state, meaning in recorded.states.items()]
     for completion in sorted(recorded.completions, key=_masked, reverse=True):
         lines += _lines(completion)

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from .runs import Run
 
 
-# Beyond these values a sentence says what to look at. The table in docs/metrics-and-troubleshooting.md has the same values.
+# Beyond these values a sentence says what to look at. docs/metrics-and-troubleshooting.md has the same ones.
 MUCH_MASKED = 1 / 3
 MUCH_OUTSIDE_AT_FIRST = 0.03
 SYNC_GAP_OF_PRECISION = 0.05  # a bfloat16 engine beside a float32 trainer has 0.02 to 0.03
@@ -43,7 +43,7 @@ def _ends(values: list[float]) -> tuple[list[float], list[float]]:
 
 
 def _change(values: list[float]) -> str:
-    """Whether the values rose, fell or stayed: the means of the first and last tenth, to within two standard errors."""
+    """Whether the values rose, fell or stayed: the means of the first and last tenth, to two standard errors."""
     first, last = _ends(values)
     noise = 2 * math.sqrt(sum(stdev(part) ** 2 / len(part) for part in (first, last))) if len(first) > 1 else 0.0
     difference = fmean(last) - fmean(first)

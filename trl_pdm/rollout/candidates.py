@@ -1,8 +1,8 @@
 """Logprobs of tokens that carry the tokens' candidates, and the layout of the candidates beside a batch.
 
-Of an engine's answer TRL keeps one float per token. It slices, concatenates and pads these floats through multi-turn tool
-calls and user rollout functions. A [`TokenLogprob`] is such a float that also points to the candidates it was sampled
-among, so they stay with their token all the way.
+Of an engine's answer TRL keeps one float per token. It slices, concatenates and pads these floats through multi-turn
+tool calls and user rollout functions. A [`TokenLogprob`] is such a float that also points to the candidates it was
+sampled among, so they stay with their token all the way.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor
 
 # nats; a sampled token this much more probable than a candidate must be a candidate too, whatever the rounding
 OUTSIDE_TOLERANCE = 0.1
-# nats; where the two logprobs of a rollout's tokens differ by more on average, they are of two policies (or temperatures)
+# nats; if the two logprobs of a rollout's tokens differ by more on average, they are of two policies or temperatures
 CONTRADICTION_TOLERANCE = 0.5
 MASS_TOLERANCE = 0.01  # engines round
 
@@ -80,8 +80,8 @@ def from_lists(
         completion_ids: `(num_sequences, T)`, the sampled tokens.
         token_ids: `(num_sequences, T, K or K+1)`, their candidates.
         logprobs: those of the candidates in nats, in the shape of `token_ids`.
-        sampled_logprobs (*optional*): `(num_sequences, T)`, those of the sampled tokens in nats, used where finite. Without
-            them, each sampled token must be one of its candidates.
+        sampled_logprobs (*optional*): `(num_sequences, T)`, those of the sampled tokens in nats, used where finite.
+            Without them, each sampled token must be one of its candidates.
 
     Returns:
         `list[list[list[TokenLogprob]]]`: `(num_sequences, T, 1)`.
@@ -198,8 +198,9 @@ def collate(
         vocab_size (`int`): size of the training policy's vocabulary.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: on the device of `completion_ids`, `(B, T, K+1)` each. The ids, int32, are `-1`
-        where a slot is empty. The log-probabilities, float32, are NaN in slot 0 where nothing is known of a token.
+        `tuple[torch.Tensor, torch.Tensor]`: on the device of `completion_ids`, `(B, T, K+1)` each. The ids, int32, are
+        `-1` where a slot is empty. The log-probabilities, float32, are NaN in slot 0 where nothing is known of a
+        token.
 
     Raises:
         ValueError: The candidates are not those of the completions' tokens, or are no distribution over the

@@ -18,9 +18,9 @@ logger = get_logger(__name__)  # of the main process, and it can say a thing onc
 def with_candidates(rollout_func: Callable[[list, Any], dict[str, Any]]) -> Callable[[list, Any], dict[str, Any]]:
     """Wrap a rollout function, so that its logprobs carry the candidates that it returns, if it returns any.
 
-    It returns them as `topk_token_ids` and `topk_logprobs`: for each completion, one list per token. The list holds the K
-    most probable tokens, with or without the sampled one, in any order. It is empty for a token that the policy did not
-    sample.
+    It returns them as `topk_token_ids` and `topk_logprobs`: for each completion, one list per token. The list holds
+    the K most probable tokens, with or without the sampled one, in any order. It is empty for a token that the policy
+    did not sample.
 
     The wrapped function raises a `ValueError` where what the rollout function returns does not fit together.
     """
@@ -69,8 +69,8 @@ Behavior = tuple[Tensor, Tensor]
 def lack_candidates(behavior: Behavior | None, batch: dict[str, Any], mask: Tensor) -> bool:
     """Whether a rollout function returned no candidates for some tokens of `mask`, which is warned of once.
 
-    Where no candidates are needed (`K = 0`), none can lack. Tokens of `behavior` without a logprob then get the one that
-    `batch` has.
+    Where no candidates are needed (`K = 0`), none can lack. Tokens of `behavior` without a logprob then get the one
+    that `batch` has.
     """
     if behavior is None:
         return False
@@ -93,8 +93,8 @@ def fill_in(behavior: Behavior | None, scored: Behavior, batch: dict[str, Any]) 
     Args:
         behavior ([`Behavior`], *optional*): changed in place. `None` if no token has candidates.
         scored ([`Behavior`]): has candidates for all tokens.
-        batch (`dict`): has `sampling_per_token_logps`, `(B, T)` in nats. Where they are finite, the sampled tokens keep
-            them.
+        batch (`dict`): has `sampling_per_token_logps`, `(B, T)` in nats. Where they are finite, the sampled tokens
+            keep them.
 
     Returns:
         [`Behavior`]: `behavior`, or `scored` where that is `None`.

@@ -31,7 +31,7 @@ def score_behavior(
         gradient_checkpointing_kwargs (`dict` or `None`): of the trainer's arguments.
 
     Returns:
-        `tuple[Tensor, Tensor]`: ids (int32) and log-probabilities (float32, in nats), `(B, T, K+1)`, as of [`collate`].
+        `tuple[Tensor, Tensor]`: ids (int32) and log-probabilities (float32), laid out as by [`collate`].
     """
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

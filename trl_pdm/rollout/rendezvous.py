@@ -19,11 +19,11 @@ def free_port() -> int:
 
 @contextmanager
 def rendezvous(num_processes: int) -> Iterator[None]:
-    """A block in which the engine of a training of one process starts on a port of its own, unless `MASTER_PORT` names one.
+    """A block in which the engine of a single process starts on a port of its own, unless `MASTER_PORT` names one.
 
-    TRL prefers port 29500. It is free until vLLM listens there, some seconds later, so two trainings that start together
-    both take it. TRL also leaves its environment variables behind. accelerate would take the next trainer of this process,
-    and any process that it starts, for one of several.
+    TRL prefers port 29500. It is free until vLLM listens there, some seconds later, so two trainings that start
+    together both take it. TRL also leaves its environment variables behind. accelerate would take the next trainer of
+    this process, and any process that it starts, for one of several.
 
     Args:
         num_processes (`int`): processes of the training. With several, TRL does right, and nothing is changed.

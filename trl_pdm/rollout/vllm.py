@@ -47,8 +47,8 @@ def from_vllm_outputs(outputs: list["RequestOutput"]) -> tuple[list[list[list[To
         outputs (`list[RequestOutput]`): with flat logprobs, the sampled token's before those of its candidates.
 
     Returns:
-        `tuple[list[list[list[TokenLogprob]]], None]`: logprobs of shape `(num_sequences, T, 1)`, and `None` in place of
-        the ids, which they carry.
+        `tuple[list[list[list[TokenLogprob]]], None]`: logprobs of shape `(num_sequences, T, 1)`, and `None` in place
+        of the ids, which they carry.
     """
     sequences = []
     for completion in (completion for output in outputs for completion in output.outputs):
@@ -75,8 +75,8 @@ class TopKVLLMGeneration(VLLMGeneration):
         dtype (`str`, *optional*, defaults to `"auto"`): of a colocated engine; `"auto"` is vLLM's choice.
         weight_rounding (`str`, *optional*, defaults to `"auto"`): `"auto"`, `"nearest"` or `"stochastic"`.
         seed (`int`, *optional*, defaults to `0`): of stochastic rounding, the same on all processes.
-        ends (`Callable`, *optional*): returns the ids of the tokens that end a completion for the trainer. An engine knows
-            only the checkpoint's.
+        ends (`Callable`, *optional*): returns the ids of the tokens that end a completion for the trainer. An engine
+            knows only the checkpoint's.
         kwargs: those of [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Attributes:
@@ -256,7 +256,7 @@ class TopKVLLMGeneration(VLLMGeneration):
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling is truncated: some tokens cannot be sampled, and the logprobs of the others are higher for it."""
+        """Whether sampling is truncated: some tokens cannot be sampled, which raises the logprobs of the others."""
         by_probability = self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
         return by_probability or bool(self.structured_outputs_regex or _TRUNCATION & set(self.generation_kwargs or ()))
 
@@ -283,8 +283,8 @@ class TopKVLLMGeneration(VLLMGeneration):
         """Warn once of what truncated sampling does to the log-ratio, or that replaying its support does little.
 
         Args:
-            metrics (`Mapping`): what is logged. Where sampling is truncated, it has `trust_region/log_surviving_mass`, in
-                nats, and `trust_region/support_unknown`, a share of the tokens.
+            metrics (`Mapping`): what is logged. Where sampling is truncated, it has `trust_region/log_surviving_mass`,
+                in nats, and `trust_region/support_unknown`, a share of the tokens.
             sampling_support (`str`): of the config.
         """
         bias, unknown = (metrics.get(f"trust_region/{name}") for name in ("log_surviving_mass", "support_unknown"))
@@ -307,8 +307,8 @@ class TopKVLLMGeneration(VLLMGeneration):
     def suspects(self) -> list[str]:
         """The names of a colocated engine's layers that differ from the trainer's.
 
-        There are none of a server, of an engine that sleeps (it has no weights then), nor of a tensor-parallel one, because
-        these cannot be asked.
+        There are none of a server, of an engine that sleeps (it has no weights then), nor of a tensor-parallel one,
+        because these cannot be asked.
         """
         if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return []

@@ -1,8 +1,8 @@
 """Training weights into vLLM, so that the engine samples from the policy that is trained.
 
-There are two strategies. *Full* moves every parameter, with the adapter merged and a quantized base dequantized. *Adapter*
-moves the base once and then only the LoRA matrices, which vLLM serves next to it. They are a small fraction of the bytes,
-and rounding them to the engine's dtype takes far less from an update than rounding merged weights does.
+There are two strategies. *Full* moves every parameter, with the adapter merged and a quantized base dequantized.
+*Adapter* moves the base once and then only the LoRA matrices, which vLLM serves next to it. They are a small fraction
+of the bytes, and rounding them to the engine's dtype takes far less from an update than rounding merged weights does.
 """
 
 # What is logged of a sync, and of the check after it

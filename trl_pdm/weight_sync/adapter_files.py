@@ -15,7 +15,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 @contextmanager
 def private_folder(size: int) -> Iterator[str]:
-    """A folder that only this user can read, removed when the block ends. It is in memory if twice `size` bytes are free."""
+    """A folder that only this user can read, removed when the block ends. In memory, if twice `size` bytes are free."""
     in_memory = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 2 * size
     with (
         tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=_SHARED_MEMORY if in_memory else None) as folder,

@@ -1,4 +1,4 @@
-"""Does the engine hold the trainer's weights? Its logprobs tell whether, and its layers tell which ones it does not."""
+"""Does the engine hold the trainer's weights? Its logprobs tell, and its layers tell which ones it does not."""
 
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ class SyncCheck:
             again (`Callable`): makes the evidence anew, without noise. It may be given a context manager to do so in.
 
         Returns:
-            `dict[str, float]`: what is to be logged, as [`run`] returns it. Empty where none is due or none is possible.
+            `dict[str, float]`: as of [`run`]. Empty where no check is due, or none is possible.
 
         Raises:
             WeightSyncError: As [`run`].
@@ -95,7 +95,7 @@ class SyncCheck:
         return apart
 
     def is_due(self, step: int, sampled_at: int | None) -> bool:
-        """Whether to check at `step`: the weights are still those of the rollout, and the last check is long enough ago."""
+        """Whether to check at `step`: the weights are those of the rollout, and the last check is long enough ago."""
         # A step before the last check is that of another training
         waits = self._last is not None and self._last <= step < self._last + self.every
         return self.every > 0 and step == sampled_at and not waits
@@ -109,8 +109,8 @@ class SyncCheck:
             mask (`Tensor`, bool, `(B, T)`): the tokens to compare.
 
         Returns:
-            `dict[str, float]`: the mean and the largest absolute difference, in nats, under the names that they are logged
-            by. Empty where there is no token to compare; a check is then still due.
+            `dict[str, float]`: the mean and the largest absolute difference, in nats, under the names that they are
+            logged by. Empty where there is no token to compare; a check is then still due.
 
         Raises:
             WeightSyncError: The mean is above the threshold, or NaN.
@@ -136,8 +136,8 @@ class SyncCheck:
         Args:
             apart (`dict[str, float]`): what [`run`] returned.
             trained, mask: as for [`run`].
-            with_rounded_weights (`Callable`): computes `trained` in a block of [`WeightRounding.rounded_trainer`]. Called
-                only if that is possible.
+            with_rounded_weights (`Callable`): computes `trained` in a block of [`WeightRounding.rounded_trainer`].
+                Called only if that is possible.
         """
         mean, rounding = apart.get(SYNC_DIFFERENCE_MEAN, 0), self.engine.rounding
         if self._told_why or mean <= NOTABLE:

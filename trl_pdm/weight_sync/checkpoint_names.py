@@ -1,7 +1,7 @@
 """Weights in memory under the names and in the shapes of a checkpoint.
 
-In memory, transformers keeps some weights fused or under other names, and converts them when it loads a checkpoint. vLLM
-reads checkpoints, so what is pushed to it is converted back, as `save_pretrained` does.
+In memory, transformers keeps some weights fused or under other names, and converts them when it loads a checkpoint.
+vLLM reads checkpoints, so what is pushed to it is converted back, as `save_pretrained` does.
 """
 
 import copy
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointNames:
-    """Converts tensors back to what a checkpoint holds, one tensor, or one group that is converted together, at a time.
+    """Converts tensors back to what a checkpoint holds: one at a time, or a group that is converted together.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): the model, without PEFT around it.

@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 def unquantized_view(model: "PreTrainedModel | PeftModel") -> SimpleNamespace:
     """What TRL is to see of a quantized model when it starts the engine: the model without its quantized layers.
 
-    Otherwise TRL refuses an 8-bit model, and has the engine quantize for a 4-bit one. Here the engine holds dequantized
-    weights of either.
+    Otherwise TRL refuses an 8-bit model, and has the engine quantize for a 4-bit one. Here the engine holds
+    dequantized weights of either.
     """
     modules = [(name, m) for name, m in model.named_modules() if not get_bnb_param_type(getattr(m, "weight", None))]
     return SimpleNamespace(name_or_path=model.name_or_path, named_modules=lambda: iter(modules))
@@ -97,8 +97,8 @@ def _runs_on_transformers(model: "PreTrainedModel | PeftModel", model_impl: str)
 def leaving_classes_alone() -> Iterator[None]:
     """A block in which vLLM's Transformers backend compiles nothing.
 
-    To compile, it decorates a class of transformers that the trainer's model shares, and the trainer's own forward would
-    fail from then on.
+    To compile, it decorates a class of transformers that the trainer's model shares, and the trainer's own forward
+    would fail from then on.
 
     Raises:
         TRLCompatibilityError: vLLM's backend does this by another method.
@@ -130,8 +130,8 @@ def reload_weights(llm: "LLM", named_params: Params) -> int:
 
     Args:
         llm (`vllm.LLM`): an engine in this process.
-        named_params: tensors by their names in the Hugging Face checkpoint. The engine may keep them, so they must not be
-            the ones that training changes in place.
+        named_params: tensors by their names in the Hugging Face checkpoint. The engine may keep them, so they must not
+            be the ones that training changes in place.
 
     Returns:
         `int`: the bytes moved.

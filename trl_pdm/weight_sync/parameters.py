@@ -113,9 +113,9 @@ def frozen_names(model: "PreTrainedModel | PeftModel") -> set[str]:
 def held_parameters(model: "PreTrainedModel | PeftModel", merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The parameters that `model` computes with, under the names of the model without PEFT.
 
-    Adapters are merged into copies, one layer at a time, so the model itself does not change. The copies are in float32 or
-    wider, because a coarser dtype would round the adapter away. Quantized weights are dequantized. A parameter that several
-    modules share comes once.
+    Adapters are merged into copies, one layer at a time, so the model itself does not change. The copies are in
+    float32 or wider, because a coarser dtype would round the adapter away. Quantized weights are dequantized. A
+    parameter that several modules share comes once.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model, not sharded.

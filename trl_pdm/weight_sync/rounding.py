@@ -31,8 +31,9 @@ class WeightRounding:
     With `"auto"` the engine computes with what the trainer computes with, as closely as its dtype can:
 
     - A weight that is not trained is rounded to nearest, which is closest.
-    - Under autocast a weight is rounded to nearest, as autocast does in the trainer's matrix products. (Autocast leaves
-      embeddings and norms as they are. They are rounded here all the same: a tied embedding is in a matrix product too.)
+    - Under autocast a weight is rounded to nearest, as autocast does in the trainer's matrix products. (Autocast
+      leaves embeddings and norms as they are. They are rounded here all the same: a tied embedding is in a matrix
+      product too.)
     - Any other weight is rounded stochastically, if the engine's dtype is coarser than its own.
     - So is a weight that an adapter is merged into, even under autocast. The trainer adds the adapter's output and not
       its weights, so it does not round their sum.
@@ -91,14 +92,14 @@ class WeightRounding:
 
     @property
     def can_round_the_trainer(self) -> bool:
-        """Whether [`rounded_trainer`] is possible: weights are neither sharded nor quantized, and no whole modules train
-        beside an adapter."""
+        """Whether [`rounded_trainer`] is possible: weights are neither sharded nor quantized, and no whole modules
+        train beside an adapter."""
         return not (self._sharded or is_bnb_quantized(self._model) or trains_modules_beside(self._model))
 
     @contextmanager
     def rounded_trainer(self) -> Iterator[None]:
-        """A block in which the trainer's own forward computes with the weights as the engine holds them. It takes memory
-        for a copy of the weights."""
+        """A block in which the trainer's own forward computes with the weights as the engine holds them. It takes
+        memory for a copy of the weights."""
         with computing_with(self._model, self.rounded, self._merges):
             yield
 
@@ -120,16 +121,16 @@ def round_stochastically(tensor: Tensor, dtype: torch.dtype, name: str, seed: in
     """
     Round each value to one of its two neighbours in `dtype`, so that the expectation over seeds is the value itself.
 
-    The dither is a fixed function of seed, name and position. So rounding twice gives the same bits, on every process and
-    device, and a weight that grows is never rounded to less than before.
+    The dither is a fixed function of seed, name and position. So rounding twice gives the same bits, on every process
+    and device, and a weight that grows is never rounded to less than before.
 
     Values that `dtype` holds stay as they are, infinities, NaN and signed zeros among them. A finite value beyond the
     largest of `dtype` becomes that largest value.
 
     Args:
         tensor (`torch.Tensor`): floating point, of any shape, float64 at most. Not changed.
-        dtype (`torch.dtype`): `torch.bfloat16` or `torch.float16`. A dtype that holds all values of the tensor's is only
-            cast to.
+        dtype (`torch.dtype`): `torch.bfloat16` or `torch.float16`. A dtype that holds all values of the tensor's is
+            only cast to.
         name (`str`): the tensor's name. Tensors of different names have different dithers.
         seed (`int`, *optional*, defaults to `0`): so have different seeds.
 
@@ -175,9 +176,9 @@ def _without_overflow(values: Tensor, largest: float) -> Tensor:
     return torch.where(values.isinf(), values, values.clamp(-largest, largest))
 
 
-# A hash of every position would cost more than the rounding itself. So each block of positions reads a stretch of one table
-# of random numbers. Where the stretch begins, and which bits are flipped, is the block's own: any two weights are rounded
-# independently.
+# A hash of every position would cost more than the rounding itself. So each block of positions reads a stretch of one
+# table of random numbers. Where the stretch begins, and which bits are flipped, is the block's own: any two weights
+# are rounded independently.
 _BLOCK = 1 << 18
 
 

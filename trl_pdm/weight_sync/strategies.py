@@ -199,8 +199,9 @@ def choose_sync(
         autocast, seed: as for [`WeightRounding`].
 
     Raises:
-        ValueError: `"adapter"` was asked for and is impossible. Or the model cannot be synchronised at all: its base is
-            quantized and its adapter not plain, the adapter trains tied embeddings apart, or it is no change of weights.
+        ValueError: `"adapter"` was asked for and is impossible. Or the model cannot be synchronised at all: its base
+            is quantized and its adapter not plain, the adapter trains tied embeddings apart, or it is no change of
+            weights.
     """
     if is_peft_model(model) and (why := why_not_mergeable(model, sharded)):
         raise ValueError(
@@ -230,8 +231,8 @@ def choose_sync(
         return AdapterSync(model, base_every_time, round_weights(merged=False))
     if requested == "auto" and is_peft_model(model):
         logger.warning(f"`vllm_weight_sync='auto'` moves all weights at each sync ('full'), because {reason}.")
-    # Sharded weights go TRL's way, which merges an adapter in place and subtracts it again. Under ZeRO-3 that is in gathered
-    # copies, which are dropped. Under FSDP it is in the shards, where a bf16 base moves a little with each sync.
+    # Sharded weights go TRL's way, which merges an adapter in place and subtracts it again. Under ZeRO-3 that is in
+    # gathered copies, which are dropped. Under FSDP it is in the shards: a bf16 base moves a little with each sync.
     return FullSync(model, stock_params if sharded else None, round_weights(merged=True))
 
 
