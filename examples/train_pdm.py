@@ -99,6 +99,7 @@ def main(script_args, training_args, model_args):
         print(f"{len(dataset[script_args.dataset_train_split])} problems: {length} of {batch} completions, {takes}.")
         engine = f"vLLM, {training_args.vllm_mode}" if training_args.use_vllm else "transformers, without vLLM: slower"
         print(f"Rollouts by {engine}.")
+        print(f"Trust region: {training_args.bounds}.")
         print(f"Results go to {output_dir}.", flush=True)
     if built_in:
         model_args.model_name_or_path = str(output_dir / "base")

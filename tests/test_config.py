@@ -11,6 +11,7 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from trl_pdm import PDMGRPOConfig
+from trl_pdm.config import RADII
 
 
 OWN = [f for f in fields(PDMGRPOConfig) if f.name not in {g.name for g in fields(GRPOConfig)}]
@@ -19,9 +20,33 @@ OWN = [f for f in fields(PDMGRPOConfig) if f.name not in {g.name for g in fields
 def test_defaults():
     config = PDMGRPOConfig(use_cpu=True)
     assert (config.divergence, config.divergence_support, config.divergence_top_k) == ("kl", "topk", 20)
-    assert (config.divergence_threshold, config.divergence_threshold_high) == (0.15, None)
+    assert (config.divergence_threshold, config.divergence_threshold_high) == (None, None)
     assert (config.proximity, config.direction, config.tail_estimator) == ("divergence", "predictive", "exact")
     assert config.importance_ratio_max == 20.0
+
+
+@pytest.mark.parametrize("divergence, radius", [("kl", 0.03), ("reverse_kl", 0.03), ("tv", 0.12)])
+def test_the_threshold_follows_the_divergence_until_it_is_set(divergence, radius):
+    def bounds(**thresholds):
+        region = PDMGRPOConfig(use_cpu=True, divergence=divergence, **thresholds).trust_region
+        return region.threshold_low, region.threshold_high
+
+    assert bounds() == (radius, radius)
+    assert bounds(divergence_threshold_high=0.5) == (radius, 0.5)
+    assert bounds(divergence_threshold=0.4) == (0.4, 0.4)
+    assert RADII[divergence] == radius and RADII["tv"] == pytest.approx((RADII["kl"] / 2) ** 0.5, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({}, "a divergence of 0.03 nats"),
+        (dict(divergence="tv", divergence_threshold_high=0.3), "a divergence of 0.12 total variation, 0.3 with a positive advantage"),
+        (dict(proximity="ratio", epsilon_high=0.28), "an importance ratio within -0.2 and +0.28 of 1"),
+    ],
+)  # fmt: skip
+def test_where_the_region_ends_in_words(options, words):
+    assert PDMGRPOConfig(use_cpu=True, **options).bounds == words
 
 
 def test_flags_and_yaml(tmp_path):
@@ -56,7 +81,6 @@ def test_help_and_docstring_explain_each_field():
         ("divergence_threshold", -0.1, "a positive, finite number"),
         ("divergence_threshold", math.nan, "a positive, finite number"),
         ("divergence_threshold", math.inf, "a positive, finite number"),
-        ("divergence_threshold", None, "a positive, finite number"),
         ("divergence_threshold_high", 0.0, "a positive, finite number"),
         ("divergence_top_k", 0, "an integer of at least 1"),
         ("divergence_top_k", 2.5, "an integer of at least 1"),
@@ -175,7 +199,7 @@ def test_a_plain_grpo_config_keeps_what_was_set():
     assert {n: v for n, v in vars(config).items() if n not in own} == {
         n: v for n, v in vars(plain).items() if n not in own
     }
-    assert config.divergence_threshold == 0.15 and isinstance(config, PDMGRPOConfig)
+    assert config.divergence == "kl" and isinstance(config, PDMGRPOConfig)
     assert PDMGRPOConfig.from_grpo(config) is config and PDMGRPOConfig.from_grpo(None) is None
 
 

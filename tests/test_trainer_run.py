@@ -181,7 +181,7 @@ def test_plain_grpo_config_and_no_config(tmp_path):
         per_device_train_batch_size=8,
     )
     trainer = PDMGRPOTrainer(path, args=args, **common)
-    assert trainer.args.divergence == "kl" and trainer.args.divergence_threshold == 0.15
+    assert trainer.args.divergence == "kl" and trainer.args.divergence_threshold is None
     assert (trainer.args.epsilon, trainer.args.learning_rate, trainer.args.steps_per_generation) == (0.3, 3e-5, 3)
     assert args.vllm_importance_sampling_correction, "the user's own config is left as it is"
 

@@ -45,6 +45,9 @@ _OF_VLLM = (
     "vllm_quantization",
 )
 
+# Where `divergence_threshold` is not set. For total variation it is what Pinsker's inequality makes of the KL
+# divergence's, sqrt(KL / 2).
+RADII = {"kl": 0.03, "reverse_kl": 0.03, "tv": 0.12}
 # With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design.
 LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo")
 # These shape it by other means than `epsilon`.
@@ -103,10 +106,11 @@ class PDMGRPOConfig(GRPOConfig):
         divergence_top_k (`int`, *optional*, defaults to `20`):
             Number of the behaviour policy's most probable tokens in the `"topk"` support. At most the size of the
             vocabulary.
-        divergence_threshold (`float`, *optional*, defaults to `0.15`):
+        divergence_threshold (`float`, *optional*):
             Radius of the trust region of `proximity="divergence"`: a token is outside where the divergence exceeds
             it. Used for tokens with a negative advantage, and with a positive one unless `divergence_threshold_high`
-            is set.
+            is set. Defaults to what did best in `docs/evidence.md`: `0.03` nats for the KL divergences and `0.12` for
+            total variation.
         divergence_threshold_high (`float`, *optional*):
             Radius for tokens with a positive advantage. Defaults to `divergence_threshold`.
         proximity (`str`, *optional*, defaults to `"divergence"`):
@@ -188,12 +192,13 @@ class PDMGRPOConfig(GRPOConfig):
             "the vocabulary."
         },
     )
-    divergence_threshold: float = field(
-        default=0.15,
+    divergence_threshold: float | None = field(
+        default=None,
         metadata={
             "help": "Radius of the trust region of `proximity='divergence'`: a token is outside where the divergence "
             "exceeds it. Used for tokens with a negative advantage, and with a positive one unless "
-            "`divergence_threshold_high` is set."
+            "`divergence_threshold_high` is set. Defaults to what did best in docs/evidence.md: 0.03 nats for the KL "
+            "divergences and 0.12 for total variation."
         },
     )
     divergence_threshold_high: float | None = field(
@@ -319,10 +324,25 @@ class PDMGRPOConfig(GRPOConfig):
         return not self.mask_replaces_clipping and self.loss_type not in LOSSES_WITHOUT_EPSILON
 
     @property
+    def radius(self) -> float:
+        """`divergence_threshold`, or where it is not set the default for `divergence`, in its unit."""
+        return RADII[self.divergence] if self.divergence_threshold is None else self.divergence_threshold
+
+    @property
+    def bounds(self) -> str:
+        """Where the trust region ends, in words."""
+        region = self.trust_region
+        low, high = f"{region.threshold_low:g}", f"{region.threshold_high:g}"
+        if self.proximity == "ratio":
+            return f"an importance ratio within -{low} and +{high} of 1"
+        unit = "total variation" if self.divergence == "tv" else "nats"
+        return f"a divergence of {low} {unit}" + (f", {high} with a positive advantage" if high != low else "")
+
+    @property
     def trust_region(self) -> TrustRegion:
         """The [`TrustRegion`] that these fields describe, made anew."""
         low, high = {
-            "divergence": (self.divergence_threshold, self.divergence_threshold_high),
+            "divergence": (self.radius, self.divergence_threshold_high),
             "ratio": (self.epsilon, self.epsilon_high),
         }[self.proximity]
         choices = {name: getattr(self, field_name) for name, field_name in _OF_THE_REGION.items()}
@@ -451,8 +471,8 @@ class PDMGRPOConfig(GRPOConfig):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 refuse(name, f"one of {', '.join(map(repr, choices))}")
-        if not is_positive(self.divergence_threshold):
-            refuse("divergence_threshold", "a positive, finite number (0.15 is a good start)")
+        if self.divergence_threshold is not None and not is_positive(self.divergence_threshold):
+            refuse("divergence_threshold", "a positive, finite number, or `None` for the default of `divergence`")
         if self.divergence_threshold_high is not None and not is_positive(self.divergence_threshold_high):
             refuse("divergence_threshold_high", "a positive, finite number, or `None` for `divergence_threshold`")
         if self.proximity == "ratio":

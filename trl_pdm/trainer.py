@@ -1,5 +1,6 @@
 """`PDMGRPOTrainer`: TRL's `GRPOTrainer`, with predictive divergence masks on which tokens may update the policy."""
 
+import logging
 import math
 import textwrap
 from contextlib import nullcontext
@@ -20,6 +21,9 @@ from .topk_head import show_bias_of_trained_rows, topk_head
 from .trust_region import Evidence, ratio_base, replay_support
 from .weight_sync.check import SyncCheck
 from .weight_sync.parameters import quiet_bitsandbytes
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -97,6 +101,7 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
         args = self.args
         if self.is_world_process_zero():
             args.warn_of_options_without_effect()
+            logger.info(f"Trust region: {args.bounds}.")
         self._region, self._needs_sum_sq = args.trust_region, args.needs_sum_sq
         self._ratio_max = args.importance_ratio_max if args.mask_replaces_clipping else None
         if args.mask_replaces_clipping:

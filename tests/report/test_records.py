@@ -50,8 +50,9 @@ def test_settings_are_left_without_secrets(trained, tmp_path):
     expected = {"divergence_threshold": THRESHOLD, "direction": "predictive", "learning_rate": 2e-3, "processes": 1}
     assert expected.items() <= settings.items() and settings["reward_funcs"] == ["count_ones"]
     assert load_run(folder, "run").settings == settings
-    write_settings(PDMGRPOConfig(tmp_path, use_cpu=True, hub_token="hf_secret"), model="m")
-    assert "hf_secret" not in (tmp_path / "run_settings.json").read_text()
+    write_settings(PDMGRPOConfig(tmp_path, use_cpu=True, hub_token="hf_secret", divergence="tv"), model="m")
+    written = (tmp_path / "run_settings.json").read_text()
+    assert "hf_secret" not in written and json.loads(written)["divergence_threshold"] == 0.12, "what was in effect"
 
 
 def recorded(trainer, batch):

@@ -108,7 +108,8 @@ class TokenRecords:
         table["prompt"] = table["completion"].map(prompts).where(first, None)
         if "reward" in completions:
             table["reward"] = completions["reward"].numpy()[table["completion"]]
-        table.attrs = {name: getattr(self._args, name) for name in SETTINGS}
+        settings = _in_effect(self._args)
+        table.attrs = {name: settings[name] for name in SETTINGS}
         folder = os.path.join(self._args.output_dir, FOLDER)
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"step_{step:06d}.parquet")
@@ -121,8 +122,12 @@ def write_settings(args: "PDMGRPOConfig", **others: Any) -> None:
     path = os.path.join(args.output_dir, SETTINGS_FILE)
     os.makedirs(args.output_dir, exist_ok=True)
     with open(path + ".partial", "w", encoding="utf-8") as file:
-        json.dump(others | args.to_dict(), file, indent=2, default=str)
+        json.dump(others | _in_effect(args), file, indent=2, default=str)
     os.replace(path + ".partial", path)
+
+
+def _in_effect(args: "PDMGRPOConfig") -> dict[str, Any]:
+    return args.to_dict() | {"divergence_threshold": args.radius}
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
