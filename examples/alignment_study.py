@@ -21,14 +21,16 @@ Rates, of which each has a 95 % interval by bootstrap over the seeds, alone and 
 - `useful_keep`: kept, of those whose divergence then shrank (high is good);
 - `full_sign`: decides as the prediction over the whole vocabulary does, of all tokens that count.
 
-What share of a change the prediction can explain at all says the rank correlation of `A r d`, over the whole vocabulary,
-with it (a mean over the seeds), and whether `agreement` beats the same answer for every token.
+Two more predictions, `lm_head` and `jvp`, are of the whole step and not of a token's own update: see `first_order`. The
+second is the most that any first-order prediction can reach. How much of a change a prediction over the whole vocabulary
+explains is its rank correlation with that change (a mean over the seeds). Whether a test is of use is whether its
+`agreement` beats the same answer for every token.
 
 With subset `differ` they are of the tokens where the test and the ratio decide differently. The first value of
 `--top_k`, `--thresholds` and `--divergences` makes the headline, the others take its place one at a time.
 
-In `--output_dir`: alignment.csv (counts by seed), summary.csv (the rates), alignment.png. The same flags, the same
-numbers. `python examples/alignment_study.py --help` lists the flags.
+In `--output_dir`: alignment.csv (counts by seed), summary.csv (the rates of the headline, the agreement elsewhere),
+alignment.png. The same flags, the same numbers. `python examples/alignment_study.py --help` lists the flags.
 """
 
 import argparse
@@ -37,6 +39,7 @@ import json
 import multiprocessing
 import os
 import warnings
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from pathlib import Path
@@ -48,6 +51,8 @@ import torch
 from matplotlib.ticker import PercentFormatter
 from scipy import stats
 from tasks import addition, warm_start
+from torch.func import functional_call, grad, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging, set_seed
 
@@ -60,15 +65,17 @@ LOGP_FLOOR = -100.0
 LOGITS_AT_ONCE = 2**23  # sequences go through the model in chunks: 32 MiB a tensor, which malloc still keeps for reuse
 RESAMPLES = 2000
 
-# (direction, tail estimator) of the region; "full" is the prediction over the whole vocabulary, computed here.
+# (direction, tail estimator) of the region
 DIRECTIONS = {
     "ratio": dict(direction="ratio", tail_estimator="aggregated"),
     "none": dict(direction="none", tail_estimator="aggregated"),  # every token outside is masked
     "aggregated": dict(direction="predictive", tail_estimator="aggregated"),
     "uniform": dict(direction="predictive", tail_estimator="uniform"),
     "exact": dict(direction="predictive", tail_estimator="exact"),
-    "full": None,
 }
+# Predicted changes of the divergence over the whole vocabulary, computed here, and what change each is of.
+PREDICTIONS = {"full": ("alone", "step"), "lm_head": ("step",), "jvp": ("step",)}
+TESTS = [*DIRECTIONS, *PREDICTIONS]
 # (mu, pi, log(pi/mu)) `(..., V)` -> D(mu, pi), and pi * dD/dpi: over the whole vocabulary, and apart from the package.
 DIVERGENCES = {
     "kl": lambda mu, pi, log_ratio: (-(mu * log_ratio).sum(-1), -mu),
@@ -169,11 +176,51 @@ def measure(behavior, model, rows, args, only_divergence=False):
             record["advantage"] = chunk["advantage"][:, None].expand(mask.shape)[mask]
             log_ratio = record["policy"][:, 0] - record["behavior"][:, 0]
             record["weight"] = log_ratio.exp().clamp(max=RATIO_MAX) * record["advantage"]
-            record |= {f"d_{name}": full_prediction(slope, pi, sampled) for name, (_, slope) in now.items()}
+            for name, (_, slope) in now.items():
+                record[f"full_{name}"] = record["weight"] * full_prediction(slope, pi, sampled)
             after = full_divergences(log_mu, logit_step(log_pi, sampled, ETA * record["weight"]), args.divergences)
             record |= {f"alone_{name}": div - record[f"D_{name}"] for name, (div, _) in after.items()}
         records.append(record)
     return {name: torch.cat([record[name] for record in records]) for name in records[0]}
+
+
+@torch.no_grad()
+def first_order(behavior, model, before, rows, args):
+    """Change of each completion token's `D`, to first order, by an optimizer step that led from the parameters `before`
+    to the model's. `rows` with the objective's `weight` `(B, T)`; arrays `(N,)`.
+
+    - `jvp`: along the change of all parameters, the directional derivative.
+    - `lm_head`: along the objective's gradient of the head's weights, `W + sum_s weight_s (e_a - pi_s) h_s^T`, so that
+      the logits of token `t` move by `sum_s (h_s . h_t) weight_s (e_a - pi_s)`. What AdamW makes of the gradient and the
+      rest of the model do not count, nor does the input embedding where it is tied. Its size has no meaning.
+    """
+
+    def at(parameters):
+        return lambda **inputs: functional_call(model, before | parameters, kwargs=inputs, tie_weights=False)
+
+    def log_pi(parameters, chunk):
+        return logps(at(parameters), chunk, args.temperature)[chunk["mask"]]
+
+    head = next(name for name, part in model.named_modules() if part is model.get_output_embeddings()) + ".weight"
+    parts, changes = list(chunks(rows, model.config.get_text_config().vocab_size)), defaultdict(list)
+    ascent = torch.zeros_like(before[head])
+    for part in parts:
+        ascent += grad(lambda weight, part=part: objective(at({head: weight}), part, args))(before[head])
+    steps = {"lm_head": {head: ascent}, "jvp": {name: p - before[name] for name, p in parameters(model).items()}}
+    for part in parts:
+        log_mu = logps(behavior, part, args.temperature)[part["mask"]]
+        for name, step in steps.items():
+            start = {moved: before[moved] for moved in step}
+            with sdpa_kernel(SDPBackend.MATH):  # the one that has a forward derivative
+                now, moving = jvp(lambda point, part=part: log_pi(point, part), (start,), (step,))
+            for divergence, (_, slope) in full_divergences(log_mu, now, args.divergences).items():
+                changes[f"{name}_{divergence}"].append((slope * moving).sum(-1))
+    return {name: torch.cat(values) for name, values in changes.items()}
+
+
+def parameters(model):
+    """`{name: parameter}`, a tied one under each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def assess_records(records, vocab_size, divergence, threshold, top_k, direction, tail_estimator):
@@ -225,14 +272,23 @@ def reward(text, prompt):
     return float(text == prompt["solution"]) if "solution" in prompt else len(set(words)) / max(1, len(words))
 
 
-def update(model, optimizer, rows, weight, args):
-    """One optimizer step of the loss `-mean(weight * log pi_a)`; `weight` `(N,)` over the completion tokens."""
+def weighted(rows, weight):
+    """The rows with each completion token's share in the objective, `weight` `(B, T)`, from `(N,)`."""
     weights = torch.zeros(rows["mask"].shape, device=weight.device)
     weights[rows["mask"]] = weight / len(weight)
-    for chunk in chunks(rows | {"weight": weights}, model.config.get_text_config().vocab_size):
-        sampled = chunk["ids"][:, -weights.shape[1] :, None]
-        logp = logps(model, chunk, args.temperature).gather(-1, sampled)[..., 0]
-        (-(chunk["weight"] * logp).sum()).backward()
+    return rows | {"weight": weights}
+
+
+def objective(model, rows, args):
+    """`sum(weight * log pi_a)`"""
+    sampled = rows["ids"][:, -rows["mask"].shape[1] :, None]
+    return (rows["weight"] * logps(model, rows, args.temperature).gather(-1, sampled)[..., 0]).sum()
+
+
+def update(model, optimizer, rows, args):
+    """One optimizer step that raises the objective."""
+    for chunk in chunks(rows, model.config.get_text_config().vocab_size):
+        (-objective(model, chunk, args)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -246,11 +302,15 @@ def train(behavior, minibatches, masked, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     for i, batch in enumerate(minibatches):
         if i == 0:  # on policy: every ratio is 1, and no token can be outside
-            update(model, optimizer, batch, batch["advantage"][:, None].expand_as(batch["mask"])[batch["mask"]], args)
+            advantage = batch["advantage"][:, None].expand_as(batch["mask"])[batch["mask"]]
+            update(model, optimizer, weighted(batch, advantage), args)
             continue
         records = measure(behavior, model, batch, args)
         keep = assess_records(records, *headline, **DIRECTIONS["exact"]).keep
-        update(model, optimizer, batch, records["weight"] * keep if masked else records["weight"], args)
+        before = {name: parameter.detach().clone() for name, parameter in parameters(model).items()}
+        batch = weighted(batch, records["weight"] * keep if masked else records["weight"])
+        update(model, optimizer, batch, args)
+        records |= first_order(behavior, model, before, batch, args)
         after = measure(behavior, model, batch, args, only_divergence=True)
         records |= {f"step_{name}": after[f"D_{name}"] - records[f"D_{name}"] for name in args.divergences}
         steps.append({name: values.cpu().numpy() for name, values in records.items()})
@@ -285,14 +345,13 @@ def count(records, vocab_size, change, among, divergence, threshold, top_k):
     tensors = {name: torch.from_numpy(values) for name, values in records.items()}
     setting, keep = (tensors, vocab_size, divergence, threshold, top_k), {}
     for direction, choices in DIRECTIONS.items():
-        if choices:
-            assessed = assess_records(*setting, **choices)
-            keep[direction] = assessed.keep.numpy()
-    keep["full"] = records["advantage"] * np.sign(records[f"d_{divergence}"]) <= 0
+        assessed = assess_records(*setting, **choices)
+        keep[direction] = assessed.keep.numpy()
+    keep |= {name: records[f"{name}_{divergence}"] <= 0 for name, of in PREDICTIONS.items() if change in of}
     counted = assessed.outside.numpy() & (records["advantage"] != 0) & among
     grew, shrank = records[f"{change}_{divergence}"] > 0, records[f"{change}_{divergence}"] < 0
     frames = []
-    for direction in DIRECTIONS:
+    for direction in keep:
         flags = {"tokens": counted | True, "widened": grew, "shrunk": shrank}
         for prefix, kept in (("", keep[direction]), ("ratio_", keep["ratio"])):
             flags |= {f"{prefix}agree": kept != grew, f"{prefix}as_full": kept == keep["full"]}
@@ -324,8 +383,10 @@ def interval(numerator, denominator, reference):
 def summarise(counts):
     """The rates with their intervals: one row by breakdown, level, truth, subset, direction and rate."""
     keys, rows = ["breakdown", "level", "truth", "subset", "direction"], []
-    for key, group in counts.groupby(keys, sort=False):
-        for rate, (numerator, denominator) in RATES.items():
+    reported = counts[(counts.breakdown == "headline") | (counts.subset == "all")]
+    for key, group in reported.groupby(keys, sort=False):
+        for rate in RATES if key[0] == "headline" else ["agreement"]:
+            numerator, denominator = RATES[rate]
             n = group[denominator].sum()
             values = interval(*(group[c].to_numpy() for c in (numerator, denominator, f"ratio_{numerator}")))
             rows.append([*key, rate, n, *values])
@@ -347,12 +408,11 @@ def breakdowns(runs, args):
             yield name, level, headline, {run: np.digitize(r[measured], edges) == i for run, r in runs.items()}
 
 
-def rank_correlation(records, change, divergence, threshold):
-    """Of the whole-vocabulary prediction with what happened, on the tokens outside: a value a seed, and their number."""
+def rank_correlation(records, prediction, change, divergence, threshold):
+    """Of a prediction with what happened, on the tokens outside: a value a seed, and the number of tokens."""
     chosen = (records[f"D_{divergence}"] > threshold) & (records["advantage"] != 0)
-    names = {"prediction": f"d_{divergence}", "change": f"{change}_{divergence}", "weight": "weight", "seed": "seed"}
+    names = {"prediction": f"{prediction}_{divergence}", "change": f"{change}_{divergence}", "seed": "seed"}
     tokens = pd.DataFrame({name: records[source][chosen] for name, source in names.items()})
-    tokens["prediction"] *= tokens.weight
     by_seed = [seed[["prediction", "change"]].rank().corr().iloc[0, 1] for _, seed in tokens.groupby("seed")]
     return np.nan_to_num(by_seed), len(tokens)
 
@@ -378,16 +438,17 @@ def report(summary, runs, args):
         print(
             f"  beyond the top {args.top_k[0]}: {records['tail'].mean():.3f}, outside {records['tail'][outside].mean():.3f}"
         )
-    order = [name for name in DIRECTIONS if name != "ratio"]
-    for truth in TRUTHS:
+    for truth, (_, change) in TRUTHS.items():
+        known = [name for name in TESTS if change in PREDICTIONS.get(name, change)]
+        order = [name for name in known if name != "ratio"]
         of_truth = summary[summary.truth == truth].set_index("direction")
         headline = of_truth[of_truth.breakdown == "headline"]
         of_all, differ = (headline[headline.subset == subset] for subset in ("all", "differ"))
         n, widened = (of_all.n[of_all.rate == rate].iloc[0] for rate in ("agreement", "unsafe_keep"))
-        explained = table(of_all[of_all.rate == "rank_correlation"]).iloc[0, 0]
+        explained = table(of_all[of_all.rate == "rank_correlation"]).iloc[:, 0]
         print(f"\n=== {truth}: {n:,} tokens, {n / args.seeds:.0f} a seed; the divergence grew on {widened / n:.1%}")
-        print(f"  rank correlation of the whole-vocabulary prediction with the change: {explained}")
-        print(table(of_all).loc[list(DIRECTIONS), list(RATES)].to_string())
+        print("  rank correlation of the predictions with the change:", *(f"{k} {v}" for k, v in explained.items()))
+        print(table(of_all).loc[known, list(RATES)].to_string())
         print("\nminus the ratio's; an interval that holds 0 is noise")
         print(table(of_all, prefix="vs_ratio_", sign="+").loc[order, list(RATES)].to_string())
         print("\nwhere test and ratio decide differently")
@@ -396,16 +457,14 @@ def report(summary, runs, args):
         rows = of_truth[(of_truth.rate == "agreement") & (of_truth.subset == "all")].reset_index()
         rows = rows.set_index(["breakdown", "level"])
         exact = rows[rows.direction == "exact"].assign(rate="exact - ratio")
-        values = rows.pivot(columns="direction", values="value").loc[exact.index, list(DIRECTIONS)]
+        values = rows.pivot(columns="direction", values="value").loc[exact.index, known]
         print("\nagreement by breakdown")
         print(exact[["n"]].join(values.round(3)).join(table(exact, prefix="vs_ratio_", sign="+")).to_string())
 
 
 def draw(summary, title, path):
     """Agreement with what happened, a panel for each truth."""
-    colors = dict(
-        zip(DIRECTIONS, ["#d55e00", "#999999", "#e69f00", "#56b4e9", "#0072b2", "#000000"], strict=True)
-    )  # Okabe-Ito
+    palette = ["#d55e00", "#999999", "#e69f00", "#56b4e9", "#0072b2", "#000000", "#cc79a7", "#009e73"]  # Okabe-Ito
     box = dict(boxstyle="round,pad=0.1", fc="white", ec="none")
     rows = summary[(summary.breakdown == "headline") & (summary.subset == "all")].set_index("direction")
     figure, axes = plt.subplots(1, len(TRUTHS), sharex=True, sharey=True, figsize=(11, 4.2), layout="constrained")
@@ -414,7 +473,9 @@ def draw(summary, title, path):
         n = panel.n.iloc[0]
         widened = rows.n[(rows.truth == truth) & (rows.rate == "unsafe_keep")].iloc[0] / n
         ax.axvline(max(widened, 1 - widened), color="gray", ls=":", lw=1.5, zorder=0)
-        for y, (direction, color) in enumerate(colors.items()):
+        for y, (direction, color) in enumerate(zip(TESTS, palette, strict=True)):
+            if direction not in panel.index:
+                continue
             row = panel.loc[direction]
             ax.plot([row.low, row.high], [y, y], color=color, lw=3, solid_capstyle="butt")
             ax.plot(row.value, y, "o", color=color, ms=7)
@@ -428,8 +489,8 @@ def draw(summary, title, path):
         ax.grid(axis="x", alpha=0.3)
         ax.spines[["top", "right", "left"]].set_visible(False)
         ax.tick_params(axis="y", length=0)
-    axes[0].set_yticks(range(len(DIRECTIONS)), DIRECTIONS)
-    axes[0].set_ylim(-0.5, len(DIRECTIONS) - 0.4)
+    axes[0].set_yticks(range(len(TESTS)), TESTS)
+    axes[0].set_ylim(-0.5, len(TESTS) - 0.4)
     figure.suptitle(f"How often the divergence did what the direction test said\n{title}", size=12)
     figure.supxlabel(
         "share of tokens outside the region, 95 % interval; dotted: the same answer for every token", size=9
@@ -503,11 +564,12 @@ def main(args):
     counts.to_csv(output / "alignment.csv", index=False)
     summary = summarise(counts)
     for truth, (run, change) in TRUTHS.items():
-        by_seed, n = rank_correlation(runs[run], change, *headline)
-        value = interval(by_seed, np.ones(len(by_seed)), by_seed)[:3]
-        labels = [*summary.loc[0, ["breakdown", "level"]], truth, "all", "full", "rank_correlation", n]
-        summary.loc[len(summary)] = [*labels, *value, *[np.nan] * 3]
-    summary.to_csv(output / "summary.csv", index=False)
+        for prediction in (name for name, of in PREDICTIONS.items() if change in of):
+            by_seed, n = rank_correlation(runs[run], prediction, change, *headline)
+            value = interval(by_seed, np.ones(len(by_seed)), by_seed)[:3]
+            labels = [*summary.loc[0, ["breakdown", "level"]], truth, "all", prediction, "rank_correlation", n]
+            summary.loc[len(summary)] = [*labels, *value, *[np.nan] * 3]
+    summary.to_csv(output / "summary.csv", index=False, float_format="%.6f")
     setting = f"{model}, {args.seeds} seeds, {args.divergences[0]} over the top {args.top_k[0]} > {args.thresholds[0]}"
     print(setting)
     report(summary, runs, args)

@@ -1,5 +1,6 @@
 """The alignment study: its measurements against autograd, full logits and brute force, and its command line."""
 
+import copy
 import math
 import sys
 from argparse import Namespace
@@ -110,9 +111,66 @@ def test_update_descends_the_objective():
     expected = torch.autograd.grad(loss, list(model.parameters()))
     assert torch.cat([grad.flatten() for grad in expected]).norm() < 1
     before = [p.detach().clone() for p in model.parameters()]
-    study.update(model, torch.optim.SGD(model.parameters(), lr=1.0), rows, weight, ARGS)
+    study.update(model, torch.optim.SGD(model.parameters(), lr=1.0), study.weighted(rows, weight), ARGS)
     for old, new, grad in zip(before, model.parameters(), expected, strict=True):
         torch.testing.assert_close(old - new.detach(), grad, rtol=1e-2, atol=1e-5)
+
+
+def stepped(tied=False, trained="", lr=0.03, scale=1.0):
+    """A policy in float64, one step of SGD on the parameters whose names hold `trained`: what `first_order` says of it."""
+    behavior, model = (tiny.model(41, seed=seed, hidden_size=32, tie_word_embeddings=tied).double() for seed in (0, 1))
+    rows, sampled, z_mu = batch_of(behavior, ARGS.temperature)
+    before, weight = copy.deepcopy(model), scale * torch.linspace(-1, 1, len(sampled))
+    rows = study.weighted(rows, weight)
+    step = [parameter for name, parameter in model.named_parameters() if trained in name]
+    study.update(model, torch.optim.SGD(step, lr=lr), rows, ARGS)
+    found = study.first_order(behavior, model, study.parameters(before), rows, ARGS)
+    return SimpleNamespace(
+        before=before, after=model, sampled=sampled, weight=weight, log_mu=z_mu.detach().log_softmax(-1), found=found
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_jvp_is_the_slope_of_the_divergence_along_the_step(tied):
+    case = stepped(tied)
+    shifted, size = copy.deepcopy(case.before), 0.01
+
+    def divergences_at(share):
+        points = zip(shifted.parameters(), case.before.parameters(), case.after.parameters(), strict=True)
+        for parameter, start, end in points:
+            parameter.data = (start + share * (end - start)).detach()
+        log_pi = batch_of(shifted, ARGS.temperature)[2].detach().log_softmax(-1)
+        return {name: divergence(case.log_mu, log_pi) for name, divergence in DIVERGENCES.items()}
+
+    ahead, behind = divergences_at(size), divergences_at(-size)
+    for name in DIVERGENCES:
+        slope = (ahead[name] - behind[name]) / (2 * size)
+        assert slope.min() < -1e-3 and slope.max() > 1e-3
+        torch.testing.assert_close(case.found[f"jvp_{name}"].double(), slope, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied, logits_at_once", [(False, 2**23), (False, 1), (True, 1)])
+def test_lm_head_says_what_tokens_with_like_hidden_states_pull(monkeypatch, tied, logits_at_once):
+    """The logits of a token move by the pulls of all tokens, each times the product of the two hidden states."""
+    monkeypatch.setattr(study, "LOGITS_AT_ONCE", logits_at_once)
+    case = stepped(tied)
+    _, _, z = batch_of(case.before, ARGS.temperature)
+    hidden = torch.linalg.lstsq(case.before.lm_head.weight, z.detach().T * ARGS.temperature).solution.T
+    z = z.detach().requires_grad_()
+    pull = case.weight[:, None] / len(z) * (F.one_hot(case.sampled, 41) - z.detach().softmax(-1))
+    moved = hidden @ hidden.T @ pull / ARGS.temperature**2
+    for name, divergence in DIVERGENCES.items():
+        (slope,) = torch.autograd.grad(divergence(case.log_mu, z.log_softmax(-1)).sum(), z)
+        expected = (slope * moved).sum(-1)
+        assert expected.min() < 0 < expected.max()
+        torch.testing.assert_close(case.found[f"lm_head_{name}"].double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_lm_head_is_the_jvp_where_only_the_head_is_trained():
+    found = stepped(trained="lm_head", lr=1.0, scale=0.01).found  # so small that the gradient is not clipped
+    for name in DIVERGENCES:
+        assert found[f"jvp_{name}"].abs().max() > 1e-4
+        torch.testing.assert_close(found[f"jvp_{name}"], found[f"lm_head_{name}"], rtol=1e-3, atol=1e-7)
 
 
 def test_interval_of_a_known_distribution():
@@ -143,7 +201,7 @@ def test_counts_by_hand():
         "valid": np.array([[True, False, True], [True, True, False], [True, False, True]]),
         "sum_sq": np.full(3, pi.square().sum().item(), np.float32),
         "advantage": np.array([1.0, 1.0, 0.0], np.float32),  # the third makes no update
-        "d_kl": np.array([-0.1, 0.1, 0.1], np.float32),
+        "full_kl": np.array([-0.1, 0.1, 0.0], np.float32),
         "alone_kl": np.array([0.02, 0.02, 0.02], np.float32),
         "seed": np.array([7, 8, 8]),
     }
@@ -200,4 +258,45 @@ def test_default_run(tmp_path, monkeypatch, capsys):
     assert headline["all", "token alone", "agreement", "full"] > 0.9
     assert headline["all", "token alone", "rank_correlation", "full"] > 0.9
     assert headline["all", "token alone", "full_sign", "full"] == 1
+    # A small step of all parameters is what the Jacobian-vector product is the derivative for.
+    for truth in ("optimizer step", "step without mask"):
+        assert headline["all", truth, "agreement", "jvp"] > 0.85
+        assert headline["all", truth, "rank_correlation", "jvp"] > 0.7
+    assert not {"jvp", "lm_head"} & set(summary.loc["all", "token alone"].index.get_level_values("direction"))
     assert Image.open(tmp_path / "alignment.png").size[0] > 1000
+
+
+# ---- The page
+
+
+COLUMNS = {
+    "ratio": "ratio",
+    "aggregated": "aggregated",
+    "uniform": "uniform",
+    "exact": "exact",
+    "whole vocabulary": "full",
+    "LM head": "lm_head",
+    "JVP": "jvp",
+}
+
+
+def test_table_of_the_tiny_models_is_what_the_study_found():
+    """`examples/results/alignment_tiny.csv` is the summary.csv of the command above the table."""
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    caption, _, table = page.partition("\nTiny models, ")[2].partition("\n\n")
+    head, _, *lines = (line.strip("|").split("|") for line in table.partition("\n\n")[0].splitlines())
+    assert [cell.strip() for cell in head[2:]] == list(COLUMNS)
+    found = pd.read_csv(ROOT / "examples" / "results" / "alignment_tiny.csv")
+    found = found[(found.breakdown == "headline") & (found.subset == "all")]
+    values = found.set_index(["truth", "rate", "direction"]).value.to_dict()
+    truth, shown, expected = None, {}, {}
+    for happened, rate, *cells in lines:
+        truth, rate = happened.strip() or truth, rate.strip().replace(" ", "_")
+        for direction, cell in zip(COLUMNS.values(), cells, strict=True):
+            value = values.get((truth, rate, direction))
+            shown[truth, rate, direction] = cell.strip().strip("*")
+            expected[truth, rate, direction] = "" if value is None else f"{value:.3f}".lstrip("0")
+    assert shown == expected
+    assert {key[:2] for key in shown} == {(truth, rate) for truth, rate, _ in values if rate != "full_sign"}
+    tokens = found[(found.truth == "token alone") & (found.rate == "agreement")].n.unique()
+    assert caption == f"61 seeds, {tokens.item():,} tokens outside:"
