@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .trust_region import Evidence, TokenAssessment, TrustRegion, exp_ratio
-from .weight_sync import SYNC_BYTES, SYNC_DIFFERENCE_MAX, SYNC_DIFFERENCE_MEAN, SYNC_SECONDS
 
 
 if TYPE_CHECKING:
@@ -156,6 +155,10 @@ class TokenMetric(Metric):
     over: Population
     value: Callable[[Tokens], Tensor | None]
 
+
+# What is logged of a weight sync, and of the check after it
+SYNC_SECONDS, SYNC_BYTES = "weight_sync/seconds", "weight_sync/bytes"
+SYNC_DIFFERENCE_MEAN, SYNC_DIFFERENCE_MAX = "weight_sync/logp_difference_mean", "weight_sync/logp_difference_max"
 
 # fmt: off
 METRICS: tuple[Metric, ...] = (

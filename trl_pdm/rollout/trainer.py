@@ -15,7 +15,7 @@ from .. import preflight
 from .._hooks import TRLCompatibilityError, substituted
 from ..checkpoint import last_complete_checkpoint
 from ..config import PDMGRPOConfig
-from ..weight_sync import SYNC_BYTES, SYNC_SECONDS
+from ..metrics import SYNC_BYTES, SYNC_SECONDS
 from .candidates import collate
 from .functions import fill_in, lack_candidates, with_candidates
 from .own_policy import score_behavior

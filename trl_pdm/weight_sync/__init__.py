@@ -5,10 +5,6 @@ There are two strategies. *Full* moves every parameter, with the adapter merged 
 of the bytes, and rounding them to the engine's dtype takes far less from an update than rounding merged weights does.
 """
 
-# What is logged of a sync, and of the check after it
-SYNC_SECONDS, SYNC_BYTES = "weight_sync/seconds", "weight_sync/bytes"
-SYNC_DIFFERENCE_MEAN, SYNC_DIFFERENCE_MAX = "weight_sync/logp_difference_mean", "weight_sync/logp_difference_max"
-
 WEIGHT_SYNCS = ("auto", "full", "adapter")
 WEIGHT_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENGINE_DTYPES = ("auto", "bfloat16", "float16", "float32")

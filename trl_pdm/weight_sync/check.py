@@ -7,8 +7,8 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
+from ..metrics import SYNC_DIFFERENCE_MAX, SYNC_DIFFERENCE_MEAN
 from ..trust_region import Evidence, replay_support
-from . import SYNC_DIFFERENCE_MAX, SYNC_DIFFERENCE_MEAN
 from .parameters import Params
 
 
