@@ -16,6 +16,7 @@ NOTICES = {
     "vllm.triton_utils.importing": ["Triton is installed, but", "Triton is not installed"],
     "vllm.platforms.cpu": ["Triton is not installed"],
     "vllm.compilation.decorators": ["Compiling model again due to a load failure"],
+    "vllm.config.scheduler": ["max_num_batched_tokens ("],  # few short sequences, so more room than they can fill
     "vllm.config.vllm": ["Model Runner V2 requires Triton"],
     "vllm.model_executor.layers.indexer_topk": ["Failed to import the DeepSelect extension"],
     "vllm.model_executor.layers.utils": ["Failed to create oneDNN linear"],
