@@ -59,18 +59,22 @@ class Tokens:
 
     @property
     def scored(self) -> Tensor:
+        """The tokens trained on that have a behaviour logprob."""
         return self.mask & self.evidence.valid[..., 0] & self.evidence.behavior_logps[..., 0].isfinite()
 
     @property
     def has_candidates(self) -> bool:
+        """Whether more is known than the sampled tokens' logprobs."""
         return self.evidence.valid.shape[-1] > 1
 
     @cached_property
     def ratio(self) -> Tensor:
+        """The importance ratio, not truncated."""
         return exp_ratio(self.evidence.log_ratio)
 
     @property
     def disagree(self) -> Tensor | None:
+        """Where the predicted change and the ratio point opposite ways; `None` without candidates."""
         opposed = self.assessment.predicted_change.sign() * self.evidence.log_ratio.sign() < 0
         return opposed if self.has_candidates else None
 
@@ -81,12 +85,14 @@ class Tokens:
 
     @cached_property
     def entropy_drift(self) -> Tensor | None:
+        """How each token's update would change the entropy at its position; `None` where the entropy is not known."""
         if self.assessment.entropy_change is None:
             return None
         ratio = self.ratio if self.ratio_max is None else self.ratio.clamp(max=self.ratio_max)
         return self.advantages * ratio * self.assessment.entropy_change
 
     def forecast(self, direction: str) -> Tensor | None:
+        """What [`forecasts`] returned for `direction`; `None` where it was not asked."""
         return None if self.forecasts is None else self.forecasts[direction]
 
 

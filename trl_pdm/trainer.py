@@ -116,6 +116,8 @@ class PDMGRPOTrainer(TopKRolloutTrainer):
             self._sync_check = SyncCheck(steps, threshold, self.accelerator.gather, self.vllm_generation, found)
 
     def train(self, *args, **kwargs):
+        """As `GRPOTrainer.train`. It also writes the run's settings for its report, and `resume_from_checkpoint=True`
+        takes the newest checkpoint that is complete."""
         if self.is_world_process_zero():
             model, processes = self.model.config.name_or_path, self.accelerator.num_processes
             write_settings(self.args, model=model, reward_funcs=self.reward_func_names, processes=processes)

@@ -77,6 +77,7 @@ class TopKRolloutTrainer(GRPOTrainer):
     # ---- Weights that move between two rollouts
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """As `GRPOTrainer.train`, but `resume_from_checkpoint=True` takes the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
         # A rollout that an interrupted training left is of other weights and another step
