@@ -1,0 +1,124 @@
+"""The study of masks on an instruction-tuned model: its cells, what it makes of runs, and a short run of the whole command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image
+
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+study = pytest.importorskip("mask_study", reason="needs vLLM", exc_type=ImportError)
+from tasks import sums_once, warm_start  # noqa: E402
+
+
+def arguments(folder, **changed):
+    return study.StudyArguments(model="models/small", output_dir=str(folder), **changed)
+
+
+def test_masks_of_a_divergence_run_at_each_threshold_and_the_others_once(tmp_path):
+    args = arguments(tmp_path, tasks=["writing"], regimes=["mild"], thresholds=[0.02, 0.5], seeds=[3, 4])
+    found = study.cells(args)
+    assert len(found) == (4 * 2 + 3) * 2 == len({study.path_of(cell, args) for cell in found})
+    assert {cell["mask"] for cell in found if cell["threshold"] is None} == {"grpo", "grpo_truncated", "none"}
+    assert study.settings_of("pdm", 0.02)["divergence_threshold"] == 0.02
+    # Pinsker: TV <= sqrt(KL / 2)
+    assert study.settings_of("symmetric_tv", 0.02)["divergence_threshold"] == pytest.approx(0.1)
+    assert study.settings_of("symmetric_tv", 0.5)["divergence_threshold"] == pytest.approx(0.5)
+
+
+def write(args, cell, curve, distinct=None, **changed):
+    """A finished run of a known curve."""
+    evaluated = [{"step": 6 * i, "eval_reward": score} for i, score in enumerate(curve)]
+    for entry, n in zip(evaluated, distinct or [], strict=False):
+        entry["eval_writing/distinct_words"] = n
+    logged = [{"step": 4, "reward": 0.5, "entropy": 2.0}, {"step": 8, "reward": 0.6, "entropy": 1.0}]
+    settings = {name: study.comparable(args)[name] for name in study.SETTINGS} | changed
+    path = study.path_of(cell, args)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dict(cell=cell, settings=settings, seconds=90, history=evaluated + logged)))
+
+
+def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    args = arguments(tmp_path, masks=["pdm", "none"], tasks=["writing"], regimes=["mild"], seeds=[0, 1])
+    first, *others = study.cells(args)
+    for cell in others:
+        write(args, cell, [0.5, 0.6])
+
+    class Stopped(Exception):
+        pass
+
+    started = []
+
+    def in_place(function, *call):
+        if function is study.run:
+            started.append(call[0])
+            raise Stopped
+
+    monkeypatch.setattr(study, "in_a_process", in_place)
+    with pytest.raises(Stopped):
+        study.main(args)
+    assert started == [first]
+    # 90 seconds each
+    assert "1 of 4 runs left, 1.5 minutes each (the mean of 3 finished): 0.0 hours." in capsys.readouterr().out
+
+
+def test_runs_of_other_settings_are_refused(tmp_path):
+    args = arguments(tmp_path)
+    cell = study.cells(args)[0]
+    write(args, cell, [0.5, 0.6], learning_rate=1.0)
+    with pytest.raises(ValueError, match="was run with `learning_rate` 1.0, and 0.0003 is asked for"):
+        study.finished(cell, args)
+
+
+@pytest.mark.parametrize(
+    "curve, distinct, collapsed",
+    [
+        ([0.5, 0.7, 0.9], [12, 12, 7], False),
+        ([0.5, 0.7, 0.9], [12, 12, 5], True),  # rewarded for repeating one word
+        ([0.5, 0.7, 0.39], None, True),
+        ([0.5, 0.7, 0.7], None, False),
+    ],
+)
+def test_collapse_is_what_the_docstring_says(tmp_path, curve, distinct, collapsed):
+    args = arguments(tmp_path)
+    cell = study.cells(args)[0]
+    write(args, cell, curve, distinct)
+    row = study.row_of(study.finished(cell, args))
+    assert row["collapsed"] == collapsed and row["final"] == curve[-1]
+    assert row["area"] == pytest.approx((curve[0] / 2 + curve[1] + curve[2] / 2) / 2)
+    assert (row["score_6"], row["entropy_8"]) == (curve[1], 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_whole_command(tmp_path):
+    model = tmp_path / "small"
+    warm_start(model, sums_once(), accuracy=0.0)
+    flags = "--tasks writing --regimes fast --masks pdm grpo --seeds 0 --max_steps 8 --learning_rate 1e-2 --held_out 4"
+    flags += " --lora_rank 2 --batch_size 8 --num_generations 4 --max_completion_length 12 --thresholds 0.01"
+    command = [sys.executable, str(ROOT / "examples" / "mask_study.py"), "--model", str(model), *flags.split()]
+    command += ["--output_dir", str(tmp_path / "study")]
+    for left in (2, 0):  # the second time there is nothing left to run
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=900)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert f"{left} of 2 runs left" in done.stdout
+    runs = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "study" / "runs").iterdir()}
+    pdm, grpo = runs["writing-fast-pdm-0.01-seed0"], runs["writing-fast-grpo-seed0"]
+    assert (pdm["trainer"], grpo["trainer"]) == ("PDMGRPOTrainer", "GRPOTrainer")
+    assert pdm["settings"]["model"] == "small" and pdm["versions"]["trl"] and pdm["seconds"] > 0
+    names = [{name for entry in run["history"] for name in entry} for run in (pdm, grpo)]
+    assert "trust_region/masked" in names[0] and not any(name.startswith("trust_region/") for name in names[1])
+    assert all({"eval_reward", "entropy", "writing/words", "eval_writing/distinct_words"} <= found for found in names)
+    assert "clip_ratio/region_mean" in names[1], "stock's own clip"
+    first = [[entry for entry in run["history"] if entry["step"] == 0][0]["eval_reward"] for run in (pdm, grpo)]
+    assert first[0] == first[1], "both start from the same model"
+    assert any(entry.get("trust_region/masked", 0) > 0 for entry in pdm["history"])
+    table = pd.read_csv(tmp_path / "study" / "runs.csv")
+    assert list(table["mask"]) == ["pdm", "grpo"] and table.filter(regex="^score_").shape == (2, 9)
+    assert all(Image.open(tmp_path / "study" / f"{name}.png").size[0] > 300 for name in ("score", "entropy"))
