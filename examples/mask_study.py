@@ -19,7 +19,7 @@ With several `--thresholds`, in nats, masks of a divergence run at each: `pdm@0.
 inequality makes of them, the root of half. `grpo` has this package's engine and weight sync, so that it samples as the
 others do.
 
-The score is the mean reward of sampled completions of held-out prompts, before training and at every eighth of it. A run's
+The score is the mean reward of sampled completions of held-out prompts, before training and at every quarter of it. A run's
 `final` is its last score, its `area` the mean height of its curve. It collapsed if its score ends more than 10 points
 below its start or below half of its best, or if its completions have less than half of the distinct words that they had.
 The mask `--reference` is compared with each other one by paired differences over the seeds, with 95 % bootstrap intervals.
@@ -74,8 +74,8 @@ MASKS = {
 }
 WITH_THRESHOLD = ("pdm", "dppo", "symmetric", "symmetric_tv")
 # Optimizer steps a rollout, and the learning rate's multiple
-REGIMES = {"mild": (4, 1), "harsh": (16, 1), "fast": (4, 4)}
-EVALUATIONS = 8
+REGIMES = {"mild": (4, 1), "harsh": (16, 4), "fast": (4, 4)}
+EVALUATIONS = 4
 LOGGED = (
     "reward",
     "entropy",
