@@ -112,6 +112,9 @@ class StudyArguments:
     held_out: int = field(default=32, metadata={"help": "Prompts that the score is of, with two completions each."})
     warm_start_accuracy: float = field(default=0.3, metadata={"help": "Where arithmetic's supervised start ends."})
     output_dir: str = field(default="outputs/mask_study", metadata={"help": "For the runs, tables and figures."})
+    engine_dtype: str = field(
+        default="float32", metadata={"help": "Of vLLM. bfloat16 is what GPUs use, and slow on a CPU without AVX-512."}
+    )
     processes: int = field(default=1, metadata={"help": "Runs at a time."})
 
 
@@ -125,7 +128,7 @@ SETTINGS = (
     "num_generations",
     "max_completion_length",
 )
-SETTINGS += ("held_out", "warm_start_accuracy")
+SETTINGS += ("held_out", "warm_start_accuracy", "engine_dtype")
 
 
 def cells(args):
@@ -198,7 +201,7 @@ def make_trainer(cell, args):
     fields = settings_of(cell["mask"], cell["threshold"])
     stock = fields is None
     # Merged, as on a CPU vLLM takes minutes for prompts that pass through an adapter
-    sync = "full"
+    sync, dtype = "full", args.engine_dtype
     config = (GRPOConfig if stock else PDMGRPOConfig)(
         output_dir=f"{args.output_dir}/trainer",
         use_vllm=True,
@@ -226,10 +229,12 @@ def make_trainer(cell, args):
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **({} if stock else fields | {"vllm_weight_sync": sync}),
+        **({} if stock else fields | {"vllm_weight_sync": sync, "vllm_dtype": dtype}),
     )
     engine = (
-        partial(TopKVLLMGeneration, divergence_top_k=0, weight_sync=sync) if stock else grpo_trainer.VLLMGeneration
+        partial(TopKVLLMGeneration, divergence_top_k=0, weight_sync=sync, dtype=dtype)
+        if stock
+        else grpo_trainer.VLLMGeneration
     )
     with patch.object(grpo_trainer, "VLLMGeneration", engine):
         return (GRPOTrainer if stock else PDMGRPOTrainer)(
