@@ -401,14 +401,15 @@ def statement(comparisons, seeds, of="pdm", score="accuracy"):
 def draw(runs, path, score="accuracy", styles=STYLES):
     """A score over optimizer steps: a panel a task and regime, a line a mask, bands of one standard error."""
     tasks, regimes, masks = (list(runs[name].unique()) for name in ("task", "regime", "mask"))
-    columns = [name for name in runs if re.fullmatch(rf"{score}_\d+", name)]
-    steps = [int(name.rpartition("_")[2]) for name in columns]
+    columns = {int(name.rpartition("_")[2]): name for name in runs if re.fullmatch(rf"{score}_\d+", name)}
     size = (1.2 + 2.3 * len(regimes), 1 + 2.2 * len(tasks))
     figure, axes = plt.subplots(
         len(tasks), len(regimes), figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained"
     )
     for (row, task), (column, regime), mask in product(enumerate(tasks), enumerate(regimes), masks):
-        curves = runs.query("task == @task and regime == @regime and mask == @mask")[columns]
+        curves = runs.query("task == @task and regime == @regime and mask == @mask")
+        steps = [step for step in sorted(columns) if curves[columns[step]].notna().any()]
+        curves = curves[[columns[step] for step in steps]]
         mean, error, (color, line) = curves.mean(), curves.sem(), styles[mask]
         axis = axes[row, column]
         axis.fill_between(steps, mean - error, mean + error, alpha=0.15, color=color, linewidth=0)

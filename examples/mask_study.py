@@ -4,8 +4,7 @@
 
 FOLDER holds a model with a chat template; the default settings are for SmolLM2-135M-Instruct on a CPU. Two tasks:
 
-- `writing`: one sentence about a thing. The reward is the share of words without the letter e, so a policy that collapses
-  into one word is rewarded: distinct words and length tell.
+- `writing`: one sentence about a thing. The reward is the share of words without the letter e, each counted once.
 - `arithmetic`: a sum in the form asked for, right or wrong, after a short supervised start.
 
 Each run trains a LoRA adapter with vLLM colocated. Runs of one task, regime and seed differ in their mask alone:
@@ -19,9 +18,9 @@ With several `--thresholds`, in nats, masks of a divergence run at each: `pdm@0.
 inequality makes of them, the root of half. `grpo` has this package's engine and weight sync, so that it samples as the
 others do.
 
-The score is the mean reward of sampled completions of held-out prompts, before training and at every quarter of it. A run's
-`final` is its last score, its `area` the mean height of its curve. It collapsed if its score ends more than 10 points
-below its start or below half of its best, or if its completions have less than half of the distinct words that they had.
+The score is the mean reward of a rollout, and at the end, as `final`, that of sampled completions of held-out prompts. The
+`area` of a run is the mean height of its curve. A run collapsed if it ends more than 10 points below its start or below
+half of its best, or if its completions end with less than half of the distinct words that they had.
 The mask `--reference` is compared with each other one by paired differences over the seeds, with 95 % bootstrap intervals.
 
 Every run is a file in `OUTPUT_DIR/runs` with its settings, versions and history. The same command goes on where it was
@@ -73,9 +72,10 @@ MASKS = {
     "none": dict(divergence_threshold=1e9),
 }
 WITH_THRESHOLD = ("pdm", "dppo", "symmetric", "symmetric_tv")
-# Optimizer steps a rollout, and the learning rate's multiple
-REGIMES = {"mild": (4, 1), "harsh": (16, 4), "fast": (4, 4)}
-EVALUATIONS = 4
+# Optimizer steps a rollout, and the learning rate's multiple. In a pilot of one seed without a mask the mild one learned,
+# and the harsh one collapsed into a repeated word within 20 steps.
+REGIMES = {"mild": (4, 1), "harsh": (16, 2)}
+LOG_EVERY = 4  # optimizer steps
 LOGGED = (
     "reward",
     "entropy",
@@ -103,19 +103,19 @@ class StudyArguments:
     reference: str = field(
         default="pdm", metadata={"help": "The mask, as in the table, that is compared with others."}
     )
-    max_steps: int = field(default=48, metadata={"help": f"Optimizer steps a run, a multiple of {EVALUATIONS}."})
-    learning_rate: float = field(default=3e-4, metadata={"help": "Regimes multiply it."})
+    max_steps: int = field(default=48, metadata={"help": f"Optimizer steps a run, a multiple of {LOG_EVERY}."})
+    learning_rate: float = field(default=1.2e-3, metadata={"help": "Regimes multiply it."})
     lora_rank: int = field(default=16, metadata={"help": "Of the adapter, on every linear layer."})
-    batch_size: int = field(default=16, metadata={"help": "Completions an optimizer step."})
-    num_generations: int = field(default=8, metadata={"help": "Completions a prompt."})
-    max_completion_length: int = field(default=24, metadata={"help": "In tokens."})
-    held_out: int = field(default=32, metadata={"help": "Prompts that the score is of, with two completions each."})
+    batch_size: int = field(default=8, metadata={"help": "Completions an optimizer step."})
+    num_generations: int = field(default=4, metadata={"help": "Completions a prompt."})
+    max_completion_length: int = field(default=16, metadata={"help": "In tokens."})
+    held_out: int = field(default=40, metadata={"help": "Prompts that `final` is of, with two completions each."})
     warm_start_accuracy: float = field(default=0.3, metadata={"help": "Where arithmetic's supervised start ends."})
     output_dir: str = field(default="outputs/mask_study", metadata={"help": "For the runs, tables and figures."})
     engine_dtype: str = field(
         default="float32", metadata={"help": "Of vLLM. bfloat16 is what GPUs use, and slow on a CPU without AVX-512."}
     )
-    processes: int = field(default=1, metadata={"help": "Runs at a time."})
+    processes: int = field(default=1, metadata={"help": "Runs at a time. With 0 it draws what is finished."})
 
 
 # What decides the result of a run, besides its cell
@@ -132,12 +132,12 @@ SETTINGS += ("held_out", "warm_start_accuracy", "engine_dtype")
 
 
 def cells(args):
-    """Every run of the study: task, regime, mask, threshold (`None` where the mask has none) and seed."""
+    """Every run of the study, all of one seed before the next: task, regime, mask, threshold (`None` where the mask has
+    none) and seed."""
     masks = [(mask, t) for mask in args.masks for t in (args.thresholds if mask in WITH_THRESHOLD else [None])]
-    grid = product(args.tasks, args.regimes, masks, args.seeds)
     return [
-        dict(zip(("task", "regime", "mask", "threshold", "seed"), (*key[:2], *key[2], key[3]), strict=True))
-        for key in grid
+        dict(task=task, regime=regime, mask=mask, threshold=threshold, seed=seed)
+        for seed, task, regime, (mask, threshold) in product(args.seeds, args.tasks, args.regimes, masks)
     ]
 
 
@@ -221,11 +221,10 @@ def make_trainer(cell, args):
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
         eval_strategy="steps",
-        eval_steps=args.max_steps // EVALUATIONS,
-        eval_on_start=True,
+        eval_steps=args.max_steps,
         num_generations_eval=2,
         per_device_eval_batch_size=2 * args.held_out,
-        logging_steps=4,
+        logging_steps=LOG_EVERY,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -279,19 +278,22 @@ def run(cell, args):
 
 def row_of(run):
     """A run's line of the table."""
-    evaluated = {entry["step"]: entry for entry in run["history"] if "eval_reward" in entry}
-    curve = np.array([entry["eval_reward"] for entry in evaluated.values()])
-    distinct = [entry.get("eval_writing/distinct_words") for entry in evaluated.values()]
+    last = next(entry for entry in run["history"] if "eval_reward" in entry)
+    # Logged after `LOG_EVERY` updates with it
+    rollouts = {int(entry["step"]) - LOG_EVERY: entry for entry in run["history"] if "reward" in entry}
+    steps = [*rollouts, int(last["step"])]
+    curve = np.array([*(entry["reward"] for entry in rollouts.values()), last["eval_reward"]])
+    distinct = [rollouts[0].get("writing/distinct_words"), last.get("eval_writing/distinct_words")]
     cell = run["cell"]
     label = cell["mask"] if cell["threshold"] is None else f"{cell['mask']}@{cell['threshold']:g}"
     row = dict(task=cell["task"], regime=cell["regime"], mask=label, seed=cell["seed"])
-    row |= dict(final=curve[-1], area=np.trapezoid(curve) / (len(curve) - 1))
-    row["collapsed"] = is_collapsed(curve) or (distinct[0] is not None and distinct[-1] < distinct[0] / 2)
-    row |= dict(distinct_words=distinct[-1], seconds=run["seconds"])
-    trained = pd.DataFrame([entry for entry in run["history"] if "reward" in entry])
+    row |= dict(final=curve[-1], area=np.trapezoid(curve, steps) / steps[-1])
+    row["collapsed"] = is_collapsed(curve) or (distinct[0] is not None and distinct[1] < distinct[0] / 2)
+    row |= dict(distinct_words=distinct[1], seconds=run["seconds"])
+    trained = pd.DataFrame([entry for entry in run["history"] if "grad_norm" in entry])
     for name in ("outside", "masked", "divergence_mean", "entropy_drift", "entropy_drift_unmasked"):
         row[name] = trained.get(f"trust_region/{name}", pd.Series(dtype=float)).mean()
-    row |= {f"score_{step}": entry["eval_reward"] for step, entry in evaluated.items()}
+    row |= {f"score_{step}": score for step, score in zip(steps, curve, strict=True)}
     return row | {f"entropy_{entry.step:.0f}": entry.entropy for entry in trained.itertuples()}
 
 
@@ -319,7 +321,7 @@ def cost(done, left, args):
     """What is to come, in words."""
     minutes = np.mean([run["seconds"] / 60 for run in done]) if done else MINUTES
     source = f"the mean of {len(done)} finished" if done else "a guess for the default settings on an idle core"
-    hours = left * minutes / 60 / args.processes
+    hours = left * minutes / 60 / max(1, args.processes)
     return f"{left} of {left + len(done)} runs left, {minutes:.1f} minutes each ({source}): {hours:.1f} hours."
 
 
@@ -337,12 +339,7 @@ def work(function, *call):
     function(*call)
 
 
-def main(args):
-    if args.max_steps % EVALUATIONS:
-        raise ValueError(f"`max_steps` is {args.max_steps}. Give a multiple of {EVALUATIONS}.")
-    of_all = {path_of(cell, args): (cell, finished(cell, args)) for cell in cells(args)}
-    todo = [cell for cell, run in of_all.values() if run is None]
-    print(cost([run for _, run in of_all.values() if run], len(todo), args), flush=True)
+def train(todo, args):
     for task in {cell["task"]: None for cell in todo}:
         in_a_process(base_of, task, args)
     with ThreadPoolExecutor(args.processes) as pool:
@@ -352,7 +349,17 @@ def main(args):
                 job.result()
         finally:
             pool.shutdown(cancel_futures=True)  # after a run that failed
-    report([finished(cell, args) for cell in cells(args)], args)
+
+
+def main(args):
+    if args.max_steps % LOG_EVERY:
+        raise ValueError(f"`max_steps` is {args.max_steps}. Give a multiple of {LOG_EVERY}.")
+    of_all = {path_of(cell, args): (cell, finished(cell, args)) for cell in cells(args)}
+    todo = [cell for cell, run in of_all.values() if run is None]
+    print(cost([run for _, run in of_all.values() if run], len(todo), args), flush=True)
+    if args.processes:
+        train(todo, args)
+    report([run for cell in cells(args) if (run := finished(cell, args))], args)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,14 @@ def writing():
     """One sentence about a thing: a dense reward, and a policy that can collapse."""
     things = " ".join(THINGS.split()).split(", ")
     random.Random(0).shuffle(things)
-    return [{"prompt": f"Write one sentence about {thing}.", "solution": ""} for thing in things]
+    return [asked(f"Write one sentence about {thing}.", "") for thing in things]
+
+
+def asked(question, solution):
+    """A chat with a system message of its own: the template of SmolLM2 gives one of 17 tokens otherwise, and in a study on a
+    CPU each token counts."""
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    return {"prompt": chat, "solution": solution}
 
 
 def arithmetic():
@@ -137,16 +144,16 @@ def arithmetic():
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(pairs)
     text = "Add {a} and {b}. Answer with the equation only, like 2 + 3 = 5."
-    return [{"prompt": text.format(a=a, b=b), "solution": f"{a} + {b} = {a + b}"} for a, b in pairs]
+    return [asked(text.format(a=a, b=b), f"{a} + {b} = {a + b}") for a, b in pairs]
 
 
 def without_e(completions, log_metric=None, **kwargs):
-    """The share of words without the letter e. Repeating one word earns as much as a sentence, so that is logged."""
+    """The share of words without the letter e, each counted once: a policy that repeats one word earns nothing by it."""
     found = [re.findall(r"[a-z]+(?:'[a-z]+)*", chat[-1]["content"].lower()) for chat in completions]
     if log_metric is not None:
         log_metric("writing/words", sum(map(len, found)) / len(found))
         log_metric("writing/distinct_words", sum(len(set(words)) for words in found) / len(found))
-    return [sum("e" not in word for word in words) / max(SHORTEST, len(words)) for words in found]
+    return [sum("e" not in word for word in set(words)) / max(SHORTEST, len(words)) for words in found]
 
 
 INSTRUCT_TASKS = {"writing": (writing, without_e), "arithmetic": (arithmetic, exact_match)}

@@ -55,20 +55,21 @@ def test_words_without_e_are_counted_by_hand():
     logged = {}
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     rewards = tasks.without_e(completions=completions, log_metric=logged.__setitem__)
-    # Fewer than eight words count as eight; the digit is no word
-    assert rewards == [8 / 8, 0, 1 / 8, 0, 8 / 9]
+    # A word counts once; fewer than eight count as eight; the digit is no word
+    assert rewards == [7 / 8, 0, 1 / 8, 0, 8 / 9]
     assert logged == {"writing/words": (8 + 4 + 1 + 0 + 9) / 5, "writing/distinct_words": (7 + 2 + 1 + 0 + 9) / 5}
     assert tasks.without_e(completions=completions) == rewards
 
 
 def test_problems_for_an_instruction_tuned_model():
     for task, (rows, _) in tasks.INSTRUCT_TASKS.items():
-        prompts = [row["prompt"] for row in rows()]
+        prompts = [row["prompt"][-1]["content"] for row in rows()]
         assert len(set(prompts)) == len(prompts) > 150, task
         assert rows() == rows(), "in a fixed order, so that what is held out stays held out"
     for row in tasks.arithmetic():
         left, right = row["solution"].split(" = ")
-        assert eval(left) == int(right) and all(number in row["prompt"] for number in left.split(" + "))
+        question = row["prompt"][-1]["content"]
+        assert eval(left) == int(right) and all(number in question for number in left.split(" + "))
 
 
 def test_teaching_a_chat_model_is_on_its_answers(tmp_path):
