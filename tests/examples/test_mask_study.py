@@ -32,23 +32,24 @@ def test_masks_of_a_divergence_run_at_each_threshold_and_the_others_once(tmp_pat
     assert study.settings_of("symmetric_tv", 0.5)["divergence_threshold"] == pytest.approx(0.5)
 
 
-def write(args, cell, curve, distinct=None, **changed):
-    """A finished run of a known curve."""
-    evaluated = [{"step": 6 * i, "eval_reward": score} for i, score in enumerate(curve)]
-    for entry, n in zip(evaluated, distinct or [], strict=False):
-        entry["eval_writing/distinct_words"] = n
-    logged = [{"step": 4, "reward": 0.5, "entropy": 2.0}, {"step": 8, "reward": 0.6, "entropy": 1.0}]
+def write(args, cell, curve, distinct=(None, None), **changed):
+    """A finished run of 20 steps, with rollouts before the steps 0 and 8, and the rewards of `curve`."""
+    first, second, last = ({"reward": score, "grad_norm": 1.0} for score in curve)
+    logged = [{"step": 4, "entropy": 2.0, **first}, {"step": 8, "entropy": 1.0, "grad_norm": 1.0}]
+    logged += [{"step": 12, "entropy": 1.5, **second}, {"step": 20, "eval_reward": last["reward"]}]
+    if distinct[0]:
+        logged[0]["writing/distinct_words"], logged[-1]["eval_writing/distinct_words"] = distinct
     settings = {name: study.comparable(args)[name] for name in study.SETTINGS} | changed
     path = study.path_of(cell, args)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(cell=cell, settings=settings, seconds=90, history=evaluated + logged)))
+    path.write_text(json.dumps(dict(cell=cell, settings=settings, seconds=90, history=logged)))
 
 
 def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     args = arguments(tmp_path, masks=["pdm", "none"], tasks=["writing"], regimes=["mild"], seeds=[0, 1])
     first, *others = study.cells(args)
     for cell in others:
-        write(args, cell, [0.5, 0.6])
+        write(args, cell, [0.5, 0.6, 0.7])
 
     class Stopped(Exception):
         pass
@@ -71,18 +72,18 @@ def test_a_study_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
 def test_runs_of_other_settings_are_refused(tmp_path):
     args = arguments(tmp_path)
     cell = study.cells(args)[0]
-    write(args, cell, [0.5, 0.6], learning_rate=1.0)
-    with pytest.raises(ValueError, match="was run with `learning_rate` 1.0, and 0.0003 is asked for"):
+    write(args, cell, [0.5, 0.6, 0.7], learning_rate=1.0)
+    with pytest.raises(ValueError, match="was run with `learning_rate` 1.0, and 0.0012 is asked for"):
         study.finished(cell, args)
 
 
 @pytest.mark.parametrize(
     "curve, distinct, collapsed",
     [
-        ([0.5, 0.7, 0.9], [12, 12, 7], False),
-        ([0.5, 0.7, 0.9], [12, 12, 5], True),  # rewarded for repeating one word
-        ([0.5, 0.7, 0.39], None, True),
-        ([0.5, 0.7, 0.7], None, False),
+        ([0.5, 0.7, 0.9], (12, 7), False),
+        ([0.5, 0.7, 0.9], (12, 5), True),
+        ([0.5, 0.7, 0.39], (None, None), True),
+        ([0.5, 0.7, 0.7], (None, None), False),
     ],
 )
 def test_collapse_is_what_the_docstring_says(tmp_path, curve, distinct, collapsed):
@@ -91,8 +92,18 @@ def test_collapse_is_what_the_docstring_says(tmp_path, curve, distinct, collapse
     write(args, cell, curve, distinct)
     row = study.row_of(study.finished(cell, args))
     assert row["collapsed"] == collapsed and row["final"] == curve[-1]
-    assert row["area"] == pytest.approx((curve[0] / 2 + curve[1] + curve[2] / 2) / 2)
-    assert (row["score_6"], row["entropy_8"]) == (curve[1], 1.0)
+    # Trapezoids of 8 and of 12 steps
+    assert row["area"] == pytest.approx((8 * (curve[0] + curve[1]) / 2 + 12 * (curve[1] + curve[2]) / 2) / 20)
+    assert [row[f"score_{step}"] for step in (0, 8, 20)] == curve and row["entropy_8"] == 1.0
+
+
+def test_a_study_that_is_not_finished_can_be_looked_at(tmp_path, capsys):
+    args = arguments(tmp_path, masks=["pdm", "none"], tasks=["writing"], seeds=[0, 1], processes=0)
+    for cell in study.cells(args)[:-2]:
+        write(args, cell, [0.5, 0.6, 0.7])
+    study.main(args)
+    assert "2 of 8 runs left" in capsys.readouterr().out and len(pd.read_csv(tmp_path / "runs.csv")) == 6
+    assert Image.open(tmp_path / "score.png").size[0] > 300
 
 
 @pytest.mark.slow
@@ -100,7 +111,7 @@ def test_collapse_is_what_the_docstring_says(tmp_path, curve, distinct, collapse
 def test_the_whole_command(tmp_path):
     model = tmp_path / "small"
     warm_start(model, sums_once(), accuracy=0.0)
-    flags = "--tasks writing --regimes fast --masks pdm grpo --seeds 0 --max_steps 8 --learning_rate 1e-2 --held_out 4"
+    flags = "--tasks writing --regimes mild --masks pdm grpo --seeds 0 --max_steps 8 --learning_rate 1e-2 --held_out 4"
     flags += " --lora_rank 2 --batch_size 8 --num_generations 4 --max_completion_length 12 --thresholds 0.01"
     command = [sys.executable, str(ROOT / "examples" / "mask_study.py"), "--model", str(model), *flags.split()]
     command += ["--output_dir", str(tmp_path / "study")]
@@ -109,16 +120,16 @@ def test_the_whole_command(tmp_path):
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         assert f"{left} of 2 runs left" in done.stdout
     runs = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "study" / "runs").iterdir()}
-    pdm, grpo = runs["writing-fast-pdm-0.01-seed0"], runs["writing-fast-grpo-seed0"]
+    pdm, grpo = runs["writing-mild-pdm-0.01-seed0"], runs["writing-mild-grpo-seed0"]
     assert (pdm["trainer"], grpo["trainer"]) == ("PDMGRPOTrainer", "GRPOTrainer")
     assert pdm["settings"]["model"] == "small" and pdm["versions"]["trl"] and pdm["seconds"] > 0
     names = [{name for entry in run["history"] for name in entry} for run in (pdm, grpo)]
     assert "trust_region/masked" in names[0] and not any(name.startswith("trust_region/") for name in names[1])
     assert all({"eval_reward", "entropy", "writing/words", "eval_writing/distinct_words"} <= found for found in names)
     assert "clip_ratio/region_mean" in names[1], "stock's own clip"
-    first = [[entry for entry in run["history"] if entry["step"] == 0][0]["eval_reward"] for run in (pdm, grpo)]
-    assert first[0] == first[1], "both start from the same model"
+    first = [next(entry for entry in run["history"] if "reward" in entry) for run in (pdm, grpo)]
+    assert first[0]["writing/words"] == first[1]["writing/words"], "both start from the same model"
     assert any(entry.get("trust_region/masked", 0) > 0 for entry in pdm["history"])
     table = pd.read_csv(tmp_path / "study" / "runs.csv")
-    assert list(table["mask"]) == ["pdm", "grpo"] and table.filter(regex="^score_").shape == (2, 9)
+    assert list(table["mask"]) == ["pdm", "grpo"] and list(table.filter(regex="^score_")) == ["score_0", "score_4", "score_8"]
     assert all(Image.open(tmp_path / "study" / f"{name}.png").size[0] > 300 for name in ("score", "entropy"))
