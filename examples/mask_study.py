@@ -231,7 +231,7 @@ def make_trainer(cell, args):
         **({} if stock else fields | {"vllm_weight_sync": sync, "vllm_dtype": dtype}),
     )
     engine = (
-        partial(TopKVLLMGeneration, divergence_top_k=0, weight_sync=sync, dtype=dtype)
+        partial(TopKVLLMGeneration, num_candidates=0, weight_sync=sync, dtype=dtype)
         if stock
         else grpo_trainer.VLLMGeneration
     )
