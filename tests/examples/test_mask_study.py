@@ -1,14 +1,13 @@
 """The study of masks on an instruction-tuned model: its cells, what it makes of runs, and a short run of the whole command."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from PIL import Image
+from trl import TrlParser
 
 
 ROOT = Path(__file__).parents[2]
@@ -108,17 +107,16 @@ def test_a_study_that_is_not_finished_can_be_looked_at(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_whole_command(tmp_path):
+def test_the_whole_study(tmp_path, capsys):
     model = tmp_path / "small"
     warm_start(model, sums_once(), accuracy=0.0)
     flags = "--tasks writing --regimes mild --masks pdm grpo --seeds 0 --max_steps 8 --learning_rate 1e-2 --held_out 4"
-    flags += " --lora_rank 2 --batch_size 8 --num_generations 4 --max_completion_length 12 --thresholds 0.01"
-    command = [sys.executable, str(ROOT / "examples" / "mask_study.py"), "--model", str(model), *flags.split()]
-    command += ["--output_dir", str(tmp_path / "study")]
+    flags += " --lora_rank 2 --max_completion_length 12 --thresholds 0.01"
+    flags += f" --model {model} --output_dir {tmp_path / 'study'}"
+    (args,) = TrlParser(study.StudyArguments).parse_args_and_config(flags.split())
     for left in (2, 0):  # the second time there is nothing left to run
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=900)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert f"{left} of 2 runs left" in done.stdout
+        study.main(args)
+        assert f"{left} of 2 runs left" in capsys.readouterr().out
     runs = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "study" / "runs").iterdir()}
     pdm, grpo = runs["writing-mild-pdm-0.01-seed0"], runs["writing-mild-grpo-seed0"]
     assert (pdm["trainer"], grpo["trainer"]) == ("PDMGRPOTrainer", "GRPOTrainer")
@@ -131,5 +129,9 @@ def test_the_whole_command(tmp_path):
     assert first[0]["writing/words"] == first[1]["writing/words"], "both start from the same model"
     assert any(entry.get("trust_region/masked", 0) > 0 for entry in pdm["history"])
     table = pd.read_csv(tmp_path / "study" / "runs.csv")
-    assert list(table["mask"]) == ["pdm", "grpo"] and list(table.filter(regex="^score_")) == ["score_0", "score_4", "score_8"]
+    assert list(table["mask"]) == ["pdm", "grpo"] and list(table.filter(regex="^score_")) == [
+        "score_0",
+        "score_4",
+        "score_8",
+    ]
     assert all(Image.open(tmp_path / "study" / f"{name}.png").size[0] > 300 for name in ("score", "entropy"))
