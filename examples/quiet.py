@@ -45,6 +45,7 @@ for name, value in ENVIRONMENT.items():
 for name, notices in NOTICES.items():
     logging.getLogger(name).addFilter(partial(_is_news, notices=notices))
 warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated")
+warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
 warnings.filterwarnings("ignore", message="IProgress not found")  # a bar of text does as well
 
 
