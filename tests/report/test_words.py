@@ -76,7 +76,12 @@ def test_nothing_logged_of_the_trust_region_is_said(tmp_path):
         ),
         (
             dict(trust_region__entropy_drift=[0.001], trust_region__entropy_drift_unmasked=[0.002]),
-            "pushed the entropy downwards",
+            "The mask pushed the entropy downwards",
+            False,
+        ),
+        (
+            dict(trust_region__entropy_drift=[0.0066], trust_region__entropy_drift_unmasked=[0.0064]),
+            "The mask hardly moved the entropy",
             False,
         ),
         (
@@ -102,6 +107,21 @@ def test_nothing_logged_of_the_trust_region_is_said(tmp_path):
 def test_what_else_is_told(tmp_path, series, says, notice):
     (found,) = [sentence for sentence in sentences(tmp_path, **series) if says in sentence.text]
     assert found.notice == notice
+
+
+@pytest.mark.parametrize(
+    "step, gap, says",
+    [
+        (1, 0.001, "engine and trainer disagree"),
+        (4, 0.2, "engine and trainer disagree"),
+        (4, 0.001, "so the updates led there"),
+    ],
+)
+def test_why_tokens_are_outside_at_first(tmp_path, step, gap, says):
+    """The entry of step 4 is a mean over four updates, which may have left a rollout that started right."""
+    log = [{"step": step, "trust_region/outside": 0.05, "weight_sync/logp_difference_mean": gap}]
+    (found,) = [s for s in told(load_run(write_log(tmp_path, log), "run")) if "Already at step" in s.text]
+    assert says in found.text and found.notice
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ MUCH_OUTSIDE_AT_FIRST = 0.03
 SYNC_GAP_OF_PRECISION = 0.05  # a bfloat16 engine beside a float32 trainer has 0.02 to 0.03
 LITTLE_MASS = 0.8
 LITTLE_DISAGREEMENT = 0.01
+LITTLE_PUSH = 0.1  # of the entropy's drift
 MUCH_TRUNCATED = 0.001
 LEAVES_THE_ROLLOUT = (
     "The policy has left its rollout behind: lower `learning_rate` or `steps_per_generation`. "
@@ -72,9 +73,17 @@ def _outside(run: Run) -> Iterator[Sentence]:
             "that is trained is the one that sampled, so no token can be masked."
         )
     elif values[0] > MUCH_OUTSIDE_AT_FIRST:
+        _, gaps = run.series("weight_sync/logp_difference_mean")
+        if steps[0] > 1 and gaps and gaps[0] <= SYNC_GAP_OF_PRECISION:
+            # The mean of several updates, and what they started from was right
+            why = f"vLLM and the trainer agreed right after the sync, so the updates led there. {LEAVES_THE_ROLLOUT}"
+        else:
+            why = (
+                "If this was the first step after a rollout, engine and trainer disagree: look at the logprob difference "
+                "right after a sync."
+            )
         yield Sentence(
-            f"Already at step {steps[0]}, {values[0]:.1%} of the tokens were outside the trust region. If this was the "
-            "first step after a rollout, engine and trainer disagree: look at the logprob difference right after a sync.",
+            f"Already at step {steps[0]}, {values[0]:.1%} of the tokens were outside the trust region. {why}",
             notice=True,
         )
 
@@ -122,10 +131,13 @@ def _entropy(run: Run) -> Iterator[Sentence]:
     drifts = [run.series(f"trust_region/{name}")[1] for name in ("entropy_drift", "entropy_drift_unmasked")]
     if all(drifts):
         masked, unmasked = map(fmean, drifts)
-        push = "upwards" if masked > unmasked else "downwards" if masked < unmasked else "neither way"
+        if abs(masked - unmasked) <= LITTLE_PUSH * max(abs(masked), abs(unmasked)):
+            push = "hardly moved the entropy"
+        else:
+            push = f"pushed the entropy {'upwards' if masked > unmasked else 'downwards'}"
         yield Sentence(
-            f"The mask pushed the entropy {push}: to first order a token's update moved it by {masked:+.2g} per unit of "
-            f"step, and by {unmasked:+.2g} if nothing had been masked."
+            f"The mask {push}: to first order a token's update moved it by {masked:+.2g} per unit of step, and by "
+            f"{unmasked:+.2g} if nothing had been masked."
         )
 
 
