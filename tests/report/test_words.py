@@ -1,5 +1,7 @@
 """What the report says in words, against logs whose means were taken by hand."""
 
+import json
+
 import pytest
 
 from tests.report.runs import write_log
@@ -59,6 +61,14 @@ def test_no_more_than_a_third_is_not_much(tmp_path):
     assert "third" not in text(tmp_path, trust_region__masked=[0.33, 0.33], trust_region__outside=[0, 0])
 
 
+@pytest.mark.parametrize("planned, told_of", [(300, True), (2, False), (-1, False)])
+def test_a_run_that_ended_early_is_said_to(tmp_path, planned, told_of):
+    folder = write_log(tmp_path, [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.5}])
+    (folder / "run_settings.json").write_text(json.dumps({"max_steps": planned}))
+    found = [sentence.text for sentence in told(load_run(folder, "run")) if "ends at step 2 of 300" in sentence.text]
+    assert len(found) == told_of
+
+
 def test_nothing_logged_of_the_trust_region_is_said(tmp_path):
     assert "no token can be masked" in text(tmp_path, reward=[0.0, 1.0])
 
@@ -110,16 +120,18 @@ def test_what_else_is_told(tmp_path, series, says, notice):
 
 
 @pytest.mark.parametrize(
-    "step, gap, says",
+    "step, gap, later, says",
     [
-        (1, 0.001, "engine and trainer disagree"),
-        (4, 0.2, "engine and trainer disagree"),
-        (4, 0.001, "so the updates led there"),
+        (1, 0.001, 0.0, "engine and trainer disagree"),
+        (4, 0.2, 0.0, "engine and trainer disagree"),
+        (4, 0.001, 0.04, "so the updates led there. The policy has left its rollout"),
+        (4, 0.001, 0.02, "so the updates led there. Later it was 2.0%."),
     ],
 )
-def test_why_tokens_are_outside_at_first(tmp_path, step, gap, says):
+def test_why_tokens_are_outside_at_first(tmp_path, step, gap, later, says):
     """The entry of step 4 is a mean over four updates, which may have left a rollout that started right."""
     log = [{"step": step, "trust_region/outside": 0.05, "weight_sync/logp_difference_mean": gap}]
+    log += [{"step": step + 4, "trust_region/outside": later}]
     (found,) = [s for s in told(load_run(write_log(tmp_path, log), "run")) if "Already at step" in s.text]
     assert says in found.text and found.notice
 

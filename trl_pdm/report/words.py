@@ -33,7 +33,9 @@ class Sentence:
 def told(run: Run) -> list[Sentence]:
     """Sentences on what the run did, in the order in which a reader would ask."""
     return [
-        sentence for part in (_reward, _outside, _masked, _direction, _entropy, _rollout) for sentence in part(run)
+        sentence
+        for part in (_end, _reward, _outside, _masked, _direction, _entropy, _rollout)
+        for sentence in part(run)
     ]
 
 
@@ -59,6 +61,15 @@ def _moved(what: str, values: list[float], unit: str = "") -> str:
     return f"{what} {change} from {first} over the first tenth of the run to {last} over the last."
 
 
+def _end(run: Run) -> Iterator[Sentence]:
+    planned = run.settings.get("max_steps", -1)  # -1 where epochs decide
+    if 0 < run.last_step < planned:
+        yield Sentence(
+            f"What is here ends at step {run.last_step} of {planned}: the run goes on, or was stopped. "
+            "`--resume_from_checkpoint true` starts again from its last complete checkpoint."
+        )
+
+
 def _reward(run: Run) -> Iterator[Sentence]:
     _, values = run.series("reward")
     if len(values) > 1:
@@ -76,7 +87,9 @@ def _outside(run: Run) -> Iterator[Sentence]:
         _, gaps = run.series("weight_sync/logp_difference_mean")
         if steps[0] > 1 and gaps and gaps[0] <= SYNC_GAP_OF_PRECISION:
             # The mean of several updates, and what they started from was right
-            why = f"vLLM and the trainer agreed right after the sync, so the updates led there. {LEAVES_THE_ROLLOUT}"
+            why = "vLLM and the trainer agreed right after the sync, so the updates led there. "
+            later = fmean(values[len(values) // 2 :])
+            why += LEAVES_THE_ROLLOUT if later > MUCH_OUTSIDE_AT_FIRST else f"Later it was {later:.1%}."
         else:
             why = (
                 "If this was the first step after a rollout, engine and trainer disagree: look at the logprob difference "
