@@ -59,11 +59,12 @@ def test_default_run_trains_tests_and_reports(default_run):
     assert Image.open(folder / "training.png").size[0] > 500
 
 
-def test_three_lines_come_before_the_bar_and_three_after_it(default_run):
+def test_four_lines_come_before_the_bar_and_three_after_it(default_run):
     folder, output = default_run
     assert before_the_bar(output) == [
         "Training a small Qwen3, made here, on 7108 problems: 16 steps of 128 completions, about 2 minutes.",
         "Rollouts by vLLM, colocate.",
+        "Trust region: a divergence of 0.03 nats.",
         f"Results go to {folder}.",
     ]
     bar, *_ = re.findall(r"16/16 .*", output)[-1:]
@@ -148,13 +149,14 @@ def test_any_model_and_dataset_without_vllm_by_accelerate(tmp_path, processes):
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", 2, "--standalone"]  # as that file says
     output = run_example(*chats_without_vllm(tmp_path), "--use_cpu", launcher=launcher, ACCELERATE_USE_CPU="1")
     problems = f"Training {tmp_path / 'model'} on 32 problems: 4 steps of {8 * processes} completions, "
-    assert before_the_bar(output)[:3] == [
+    assert before_the_bar(output)[:4] == [
         problems + "the bar says for how long.",
         "Rollouts by transformers, without vLLM: slower.",
+        "Trust region: a divergence of 0.03 nats.",
         f"Results go to {tmp_path / 'out'}.",
     ]
     ours = ["These options have no effect here: `vllm_weight_sync='adapter'`", "The model trains with `lora_dropout="]
-    heard = before_the_bar(output)[3:]
+    heard = before_the_bar(output)[4:]
     assert len(heard) == 2 and all(said in line for said, line in zip(ours, heard, strict=True)), output
     history = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
     assert len([entry for entry in history if "trust_region/masked" in entry]) == 4
