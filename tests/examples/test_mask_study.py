@@ -166,6 +166,15 @@ def test_figures_in_the_document_are_those_of_the_committed_runs():
             f"{entropy:.1f}",
         )
         expected.add(row + ("" if masked is None else f"{masked:.0%}".replace("%", " %"),))
+    means = {row[:3]: row[3] for row in expected}
+    in_short = (
+        f"PDM ended at {means['mild', 'pdm', 0.03]}, GRPO at {means['mild', 'grpo', '']}, PDM ahead with each of three"
+    )
+    assert in_short in (ROOT / "README.md").read_text()
+    ahead = [
+        ours[0] > stock[0] for ours, stock in zip(cells["mild", "pdm", 0.03], cells["mild", "grpo", None], strict=True)
+    ]
+    assert ahead == [True] * 3
     page = (ROOT / "docs" / "evidence.md").read_text()
     found = [
         tuple(map(str.strip, line.split("|")[1:-1]))
