@@ -72,8 +72,8 @@ MASKS = {
     "none": dict(divergence_threshold=1e9),
 }
 WITH_THRESHOLD = ("pdm", "dppo", "symmetric", "symmetric_tv")
-# Optimizer steps a rollout, and the learning rate's multiple. In a pilot of one seed without a mask the mild one learned,
-# and the harsh one collapsed into a repeated word within 20 steps.
+# Optimizer steps a rollout, and the learning rate's multiple. In a pilot of one seed without a mask even 8 steps a rollout
+# learned at the mild rate, and the harsh regime collapsed into a repeated word within 20 steps.
 REGIMES = {"mild": (4, 1), "harsh": (16, 2)}
 LOG_EVERY = 4  # optimizer steps
 LOGGED = (
@@ -87,7 +87,7 @@ LOGGED = (
 )
 LOGGED += ("writing/", "weight_sync/logp", "eval_reward", "eval_writing/", "eval_entropy", "completions/mean_length")
 VERSIONS = ("trl-pdm", "trl", "transformers", "peft", "torch")
-MINUTES = 4  # of a run at the default settings, on a core of its own; replaced by what finished runs took
+MINUTES = 7  # of a run at the default settings, on a core of its own; replaced by what finished runs took
 
 
 @dataclass

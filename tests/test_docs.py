@@ -312,3 +312,74 @@ def test_figures_of_rounding_are_the_measured_ones():
         for row in measured
     ]
     assert [line for line in page.splitlines() if line.startswith(("| 8 updates", "| 32 updates"))] == expected
+
+
+# ---- The study of masks, by its committed runs and without its own code
+
+
+@pytest.fixture(scope="module")
+def studied():
+    """`{(regime, mask, threshold): runs}`, each run in the order of the seeds."""
+    cells = {}
+    for path in (ROOT / "examples" / "results" / "mask_study" / "runs").glob("*.json"):
+        run = json.loads(path.read_text())
+        trained = [entry for entry in run["history"] if "grad_norm" in entry]
+        (ended,) = [entry for entry in run["history"] if "eval_reward" in entry]
+
+        def mean(name, trained=trained):
+            values = [entry[f"trust_region/{name}"] for entry in trained if f"trust_region/{name}" in entry]
+            return sum(values) / len(values) if values else None
+
+        cell = run["cell"]
+        cells.setdefault((cell["regime"], cell["mask"], cell["threshold"]), []).append(
+            dict(
+                seed=cell["seed"], start=trained[0]["reward"], final=ended["eval_reward"], entropy=trained[-1]["entropy"],
+                words=ended["eval_writing/distinct_words"], masked=mean("masked"), drift=mean("entropy_drift"),
+                drift_unmasked=mean("entropy_drift_unmasked"),
+            )
+        )  # fmt: skip
+    return {cell: sorted(runs, key=lambda run: run["seed"]) for cell, runs in cells.items()}
+
+
+def test_table_of_the_study_of_masks_is_that_of_its_runs(studied):
+    expected = set()
+    for (regime, mask, threshold), runs in studied.items():
+        final, words, entropy = (sum(run[name] for run in runs) / len(runs) for name in ("final", "words", "entropy"))
+        finals = ", ".join(f"{run['final']:.3f}" for run in runs)
+        masked = "" if mask == "grpo" else f"{100 * sum(run['masked'] for run in runs) / len(runs):.0f} %"
+        threshold = "" if threshold is None else f"{threshold}"
+        expected.add((regime, mask, threshold, f"{final:.3f}", finals, f"{words:.1f}", f"{entropy:.1f}", masked))
+    lines = (ROOT / "docs" / "evidence.md").read_text().splitlines()
+    found = [
+        tuple(map(str.strip, line.split("|")[1:-1])) for line in lines if line.startswith(("| mild ", "| harsh "))
+    ]
+    assert len(found) == len(expected) > 5 and set(found) == expected
+
+
+def test_what_is_said_of_the_study_of_masks_holds_of_its_runs(studied):
+    def of(regime, mask, threshold, name):
+        return [run[name] for run in studied[regime, mask, threshold]]
+
+    ours, stock = of("mild", "pdm", 0.03, "final"), of("mild", "grpo", None, "final")
+    in_short = f"PDM ended at {sum(ours) / 3:.3f}, GRPO at {sum(stock) / 3:.3f}, PDM ahead with each of three seeds"
+    assert in_short in (ROOT / "README.md").read_text() and all(a > b for a, b in zip(ours, stock, strict=True))
+
+    def below_the_start(mask, threshold):
+        return sum(run["final"] < run["start"] for run in studied["harsh", mask, threshold])
+
+    assert (below_the_start("pdm", 0.03), below_the_start("grpo", None)) == (2, 0)  # "two of three", "none of GRPO's"
+    wide = zip(of("harsh", "pdm", 0.15, "final"), of("harsh", "grpo", None, "final"), strict=True)
+    assert sum(a < b for a, b in wide) == 2  # "behind GRPO with two"
+    pdm = [run for (_, mask, _), runs in studied.items() if mask == "pdm" for run in runs]
+    assert len(pdm) >= 9 and all(run["drift"] > run["drift_unmasked"] for run in pdm)
+    harsh = [
+        run["entropy"]
+        for (regime, mask, _), runs in studied.items()
+        if (regime, mask) == ("harsh", "pdm")
+        for run in runs
+    ]
+    assert (
+        min(harsh) > 5.6
+        and 2.75 < min(of("harsh", "grpo", None, "entropy"))
+        and max(of("harsh", "grpo", None, "entropy")) < 4.15
+    )

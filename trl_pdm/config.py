@@ -109,8 +109,8 @@ class PDMGRPOConfig(GRPOConfig):
         divergence_threshold (`float`, *optional*):
             Radius of the trust region of `proximity="divergence"`: a token is outside where the divergence exceeds
             it. Used for tokens with a negative advantage, and with a positive one unless `divergence_threshold_high`
-            is set. Defaults to what did best in `docs/evidence.md`: `0.03` nats for the KL divergences and `0.12` for
-            total variation.
+            is set. Defaults to `0.03` nats for the KL divergences and `0.12` for total variation; `docs/evidence.md`
+            says why, and where that is too narrow.
         divergence_threshold_high (`float`, *optional*):
             Radius for tokens with a positive advantage. Defaults to `divergence_threshold`.
         proximity (`str`, *optional*, defaults to `"divergence"`):
@@ -197,8 +197,8 @@ class PDMGRPOConfig(GRPOConfig):
         metadata={
             "help": "Radius of the trust region of `proximity='divergence'`: a token is outside where the divergence "
             "exceeds it. Used for tokens with a negative advantage, and with a positive one unless "
-            "`divergence_threshold_high` is set. Defaults to what did best in docs/evidence.md: 0.03 nats for the KL "
-            "divergences and 0.12 for total variation."
+            "`divergence_threshold_high` is set. Defaults to 0.03 nats for the KL divergences and 0.12 for total "
+            "variation; docs/evidence.md says why, and where that is too narrow."
         },
     )
     divergence_threshold_high: float | None = field(
