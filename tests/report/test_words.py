@@ -133,7 +133,7 @@ def test_why_tokens_are_outside_at_first(tmp_path, step, gap, later, says):
     log = [{"step": step, "trust_region/outside": 0.05, "weight_sync/logp_difference_mean": gap}]
     log += [{"step": step + 4, "trust_region/outside": later}]
     (found,) = [s for s in told(load_run(write_log(tmp_path, log), "run")) if "Already at step" in s.text]
-    assert says in found.text and found.notice
+    assert says in found.text and found.notice == ("Later it was" not in says)
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,14 @@ def _outside(run: Run) -> Iterator[Sentence]:
             "that is trained is the one that sampled, so no token can be masked."
         )
     elif values[0] > MUCH_OUTSIDE_AT_FIRST:
+        came_back = False
         _, gaps = run.series("weight_sync/logp_difference_mean")
         if steps[0] > 1 and gaps and gaps[0] <= SYNC_GAP_OF_PRECISION:
             # The mean of several updates, and what they started from was right
             why = "vLLM and the trainer agreed right after the sync, so the updates led there. "
             later = fmean(values[len(values) // 2 :])
-            why += LEAVES_THE_ROLLOUT if later > MUCH_OUTSIDE_AT_FIRST else f"Later it was {later:.1%}."
+            came_back = later <= MUCH_OUTSIDE_AT_FIRST
+            why += f"Later it was {later:.1%}." if came_back else LEAVES_THE_ROLLOUT
         else:
             why = (
                 "If this was the first step after a rollout, engine and trainer disagree: look at the logprob difference "
@@ -97,7 +99,7 @@ def _outside(run: Run) -> Iterator[Sentence]:
             )
         yield Sentence(
             f"Already at step {steps[0]}, {values[0]:.1%} of the tokens were outside the trust region. {why}",
-            notice=True,
+            notice=not came_back,
         )
 
 
