@@ -500,6 +500,7 @@ def test_a_real_server(tmp_path, without_nccl):
     options = f"--host 127.0.0.1 --port {port} --max-logprobs {ENGINE_TOP_K} --logprobs-mode processed_logprobs"
     options += " --max-model-len 64 --max-num-seqs 16 --enforce-eager"
     environment = dict(os.environ, VLLM_SERVER_DEV_MODE="1")
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's worker in the engine's process
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a colocated engine's, from other tests
         environment.pop(name, None)
     with open(tmp_path / "server.log", "w") as log:
