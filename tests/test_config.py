@@ -25,7 +25,7 @@ def test_defaults():
     assert config.importance_ratio_max == 20.0
 
 
-@pytest.mark.parametrize("divergence, radius", [("kl", 0.03), ("reverse_kl", 0.03), ("tv", 0.12)])
+@pytest.mark.parametrize("divergence, radius", [("kl", 0.15), ("reverse_kl", 0.15), ("tv", 0.27)])
 def test_the_threshold_follows_the_divergence_until_it_is_set(divergence, radius):
     def bounds(**thresholds):
         region = PDMGRPOConfig(use_cpu=True, divergence=divergence, **thresholds).trust_region
@@ -40,8 +40,8 @@ def test_the_threshold_follows_the_divergence_until_it_is_set(divergence, radius
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({}, "a divergence of 0.03 nats"),
-        (dict(divergence="tv", divergence_threshold_high=0.3), "a divergence of 0.12 total variation, 0.3 with a positive advantage"),
+        ({}, "a divergence of 0.15 nats"),
+        (dict(divergence="tv", divergence_threshold_high=0.3), "a divergence of 0.27 total variation, 0.3 with a positive advantage"),
         (dict(proximity="ratio", epsilon_high=0.28), "an importance ratio within -0.2 and +0.28 of 1"),
     ],
 )  # fmt: skip

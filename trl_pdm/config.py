@@ -47,7 +47,7 @@ _OF_VLLM = (
 
 # Where `divergence_threshold` is not set. For total variation it is what Pinsker's inequality makes of the KL
 # divergence's, sqrt(KL / 2).
-RADII = {"kl": 0.03, "reverse_kl": 0.03, "tv": 0.12}
+RADII = {"kl": 0.15, "reverse_kl": 0.15, "tv": 0.27}
 # With these losses the mask takes the place of TRL's clipping. The others shape the ratio by design.
 LOSSES_WITHOUT_SHAPING = ("grpo", "bnpo", "dr_grpo", "dapo")
 # These shape it by other means than `epsilon`.
@@ -109,8 +109,8 @@ class PDMGRPOConfig(GRPOConfig):
         divergence_threshold (`float`, *optional*):
             Radius of the trust region of `proximity="divergence"`: a token is outside where the divergence exceeds
             it. Used for tokens with a negative advantage, and with a positive one unless `divergence_threshold_high`
-            is set. Defaults to `0.03` nats for the KL divergences and `0.12` for total variation; `docs/evidence.md`
-            says why, and where that is too narrow.
+            is set. Defaults to `0.15` nats for the KL divergences and `0.27` for total variation; `docs/evidence.md`
+            says why, and where that is too wide.
         divergence_threshold_high (`float`, *optional*):
             Radius for tokens with a positive advantage. Defaults to `divergence_threshold`.
         proximity (`str`, *optional*, defaults to `"divergence"`):
@@ -197,8 +197,8 @@ class PDMGRPOConfig(GRPOConfig):
         metadata={
             "help": "Radius of the trust region of `proximity='divergence'`: a token is outside where the divergence "
             "exceeds it. Used for tokens with a negative advantage, and with a positive one unless "
-            "`divergence_threshold_high` is set. Defaults to 0.03 nats for the KL divergences and 0.12 for total "
-            "variation; docs/evidence.md says why, and where that is too narrow."
+            "`divergence_threshold_high` is set. Defaults to 0.15 nats for the KL divergences and 0.27 for total "
+            "variation; docs/evidence.md says why, and where that is too wide."
         },
     )
     divergence_threshold_high: float | None = field(

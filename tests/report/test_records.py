@@ -52,7 +52,7 @@ def test_settings_are_left_without_secrets(trained, tmp_path):
     assert load_run(folder, "run").settings == settings
     write_settings(PDMGRPOConfig(tmp_path, use_cpu=True, hub_token="hf_secret", divergence="tv"), model="m")
     written = (tmp_path / "run_settings.json").read_text()
-    assert "hf_secret" not in written and json.loads(written)["divergence_threshold"] == 0.12, "what was in effect"
+    assert "hf_secret" not in written and json.loads(written)["divergence_threshold"] == 0.27, "what was in effect"
 
 
 def recorded(trainer, batch):
