@@ -418,7 +418,7 @@ def draw(runs, path, score="accuracy", styles=STYLES):
         axis.grid(alpha=0.3)
     figure.supxlabel("optimizer steps")
     labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*labels, loc="outside upper center", ncols=min(4, len(masks)), frameon=False)
+    figure.legend(*labels, loc="outside upper center", ncols=min(4, len(regimes) + 1), frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
