@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from PIL import Image
 from trl import TrlParser
 
 from tests.helpers import tiny
-from tests.helpers.processes import InThisProcess, forked
+from tests.helpers.processes import InThisProcess
 from trl_pdm import Evidence, TrustRegion
 
 
@@ -200,23 +201,17 @@ def test_statement_on_known_data():
 
 
 FLAGS = "--tasks addition --regimes stale --masks pdm none --seeds 0 1 --max_steps 6 --batch_size 16 --held_out 32"
-FLAGS += " --warm_start_accuracy 0.03 --learning_rate 2e-3 --max_completion_length 4 --processes 1"
-
-
-def run_study(folder, **replaced):
-    """What it prints, with names of the module replaced."""
-    parser, output = TrlParser(compare_masks.StudyArguments), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-        for name, value in replaced.items():
-            patch.setattr(compare_masks, name, value)
-        compare_masks.main(*parser.parse_args_and_config([*FLAGS.split(), "--output_dir", str(folder)]))
-    return output.getvalue()
+FLAGS += " --warm_start_accuracy 0.03 --learning_rate 2e-3 --max_completion_length 4"
 
 
 @pytest.fixture(scope="module")
 def short_study(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("study")
-    return folder, run_study(folder, ProcessPoolExecutor=InThisProcess)
+    folder, output = tmp_path_factory.mktemp("study"), io.StringIO()
+    parser = TrlParser(compare_masks.StudyArguments)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setattr(compare_masks, "ProcessPoolExecutor", InThisProcess)
+        compare_masks.main(*parser.parse_args_and_config([*FLAGS.split(), "--output_dir", str(folder)]))
+    return folder, output.getvalue()
 
 
 @pytest.mark.slow
@@ -243,9 +238,12 @@ def test_study_writes_its_runs_tables_and_figure(short_study):
 
 @pytest.mark.slow
 def test_study_is_deterministic_for_its_seeds(short_study, tmp_path):
-    """In another process, as a user runs it, as in this one."""
     folder, output = short_study
-    again = run_study(tmp_path, multiprocessing=SimpleNamespace(get_context=lambda method: forked()))
+    """As a command, whose runs are in a process of their own."""
+    command = [sys.executable, str(ROOT / "examples" / "compare_masks.py"), *FLAGS.split(), "--processes", "1"]
+    done = subprocess.run([*command, "--output_dir", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    again = done.stdout
     assert again[again.index("PDM against") :] == output[output.index("PDM against") :]
     for name in ("runs.csv", "summary.csv", "comparisons.csv"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes(), name
