@@ -20,9 +20,8 @@ from .parameters import Params, adapted_names, computing_with, frozen_names, is_
 # By accelerate's `mixed_precision`: the dtype to which the trainer's matrix products round weights, to nearest
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
-# Elements rounded at a time: few enough for a core's cache, or enough to keep a GPU busy
-_CHUNK = {"cpu": 1 << 18}
-_CHUNK_ELSEWHERE = 1 << 24
+# Elements rounded at a time, of one tensor: few enough for a core's cache, enough to keep a GPU busy
+_BLOCK = 1 << 18
 
 
 class WeightRounding:
@@ -139,27 +138,34 @@ def round_stochastically(tensor: Tensor, dtype: torch.dtype, name: str, seed: in
         within 2^-16 of a spacing of `dtype` from the tensor.
     """
     rounded = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    if is_held_by(tensor.dtype, dtype):
+    if is_held_by(tensor.dtype, dtype) or not tensor.numel():
         return rounded.copy_(tensor)
-    flat_in, flat_out = tensor.detach().reshape(-1), rounded.view(-1)
-    round_chunk = _float32_to_bfloat16 if (tensor.dtype, dtype) == (torch.float32, torch.bfloat16) else _to_grid
-    size = _CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE)
-    for start in range(0, flat_in.numel(), size):
-        source, target = flat_in[start : start + size], flat_out[start : start + size]
-        round_chunk(source, target, _dither(start, source.numel(), f"{seed}:{name}", tensor.device))
+    flat_in, flat_out, largest = tensor.detach().reshape(-1), rounded.view(-1), torch.finfo(dtype).max
+    round_block = _float32_to_bfloat16 if (tensor.dtype, dtype) == (torch.float32, torch.bfloat16) else _to_grid
+    extremes: list[Tensor] = []
+    for start in range(0, flat_in.numel(), _BLOCK):
+        source, target = flat_in[start : start + _BLOCK], flat_out[start : start + _BLOCK]
+        round_block(source, target, _dither(f"{seed}:{name}:{start}", source.numel(), tensor.device))
+        extremes += source.aminmax()  # here, while the block is in the cache
+    if not float(torch.stack(extremes).abs().max()) <= largest:  # also where one is NaN
+        beyond = ~(flat_in.abs() <= largest)
+        values = flat_in[beyond]
+        flat_out[beyond] = torch.where(values.isinf(), values, values.clamp(-largest, largest)).to(dtype)
     return rounded
 
 
+# Both round what is not beyond the largest value of the target's dtype
 def _float32_to_bfloat16(source: Tensor, target: Tensor, dither: Tensor) -> None:
     # bfloat16 is the upper half of float32, so a carry out of the lower half is a step to the next value away from zero.
-    # Twice the dither is even and up to 65534, which never carries from a lower half of zero.
-    bits = torch.add(source.view(torch.int32), dither, alpha=2).bitwise_and_(-1 << 16)
-    target.copy_(bits.view(torch.float32))
-    largest = torch.finfo(target.dtype).max
-    low, high = source.aminmax()
-    if not (-largest <= low and high <= largest):  # also where one is NaN
-        beyond = ~(source.abs() <= largest)
-        target[beyond] = _without_overflow(source[beyond], largest).to(target.dtype)
+    # A dither is at most 65534, which never carries from a lower half of zero.
+    bits = torch.add(source.view(torch.int32), dither, out=_scratch(source.device)[: source.numel()])
+    target.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+
+
+@cache
+def _scratch(device: torch.device) -> Tensor:
+    # Kept, because on a CPU fresh memory for every block takes longer than the rounding
+    return torch.empty(_BLOCK, dtype=torch.int32, device=device)
 
 
 def _to_grid(source: Tensor, target: Tensor, dither: Tensor) -> None:
@@ -168,37 +174,20 @@ def _to_grid(source: Tensor, target: Tensor, dither: Tensor) -> None:
     smallest = int(torch.tensor(info.smallest_normal, dtype=torch.float64).view(torch.int64)) >> 52
     steps = int(torch.tensor(info.eps, dtype=torch.float64).view(torch.int64)) - (1023 << 52)
     spacing = ((size.view(torch.int64) >> 52).clamp(min=smallest) << 52).add_(steps).view(torch.float64)
-    on_grid = (size / spacing + (dither.double() + 0.5) / 32768).floor_() * spacing
-    target.copy_(_without_overflow(torch.where(size.isinf(), size, on_grid), info.max).copysign_(source))
-
-
-def _without_overflow(values: Tensor, largest: float) -> Tensor:
-    return torch.where(values.isinf(), values, values.clamp(-largest, largest))
-
-
-# A hash of every position would cost more than the rounding itself. So each block of positions reads a stretch of one
-# table of random numbers. Where the stretch begins, and which bits are flipped, is the block's own: any two weights
-# are rounded independently.
-_BLOCK = 1 << 18
+    on_grid = (size / spacing + (dither.double() + 1) / 65536).floor_() * spacing
+    target.copy_(on_grid.copysign_(source))
 
 
 @cache
 def _table(device: torch.device) -> Tensor:
     drawn = torch.Generator().manual_seed(0)
-    table = torch.randint(1 << 15, (2 * _BLOCK,), generator=drawn, dtype=torch.int16, device="cpu")
-    return table.to(device)
+    table = torch.randint(1 << 15, (2 * _BLOCK,), generator=drawn, dtype=torch.int32, device="cpu")
+    return table.mul_(2).to(device)
 
 
-def _dither(start: int, count: int, key: str, device: torch.device) -> Tensor:
-    """Uniform 15-bit integers for the positions from `start`: `(count,)`, int16. The same on each process and device."""
-    table, dither, done = _table(device), torch.empty(count, dtype=torch.int16, device=device), 0
-    while done < count:
-        block, first = divmod(start + done, _BLOCK)
-        size = min(_BLOCK - first, count - done)
-        # Not `hash`, which differs between processes
-        digest = blake2b(f"{key}:{block}".encode(), digest_size=8).digest()
-        begin = first + int.from_bytes(digest[:4], "little") % _BLOCK
-        flips = int.from_bytes(digest[4:], "little") >> 17
-        torch.bitwise_xor(table[begin : begin + size], flips, out=dither[done : done + size])
-        done += size
-    return dither
+def _dither(key: str, count: int, device: torch.device) -> Tensor:
+    """Uniform even integers below 2^16: `(count,)`, int32. The same on each process and device. Not to be changed."""
+    # A hash of every position would cost more than the rounding. So each block reads a stretch of one table of random
+    # numbers, which begins at a place of the block's own. Not by `hash`, which differs between processes
+    begin = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") % _BLOCK
+    return _table(device)[begin : begin + count]
