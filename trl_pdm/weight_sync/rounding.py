@@ -135,7 +135,7 @@ def round_stochastically(tensor: Tensor, dtype: torch.dtype, name: str, seed: in
 
     Returns:
         `torch.Tensor`: of `dtype` and the tensor's shape, contiguous, with memory of its own. Its expectation is
-        within 2^-16 of a spacing of `dtype` from the tensor.
+        within 2^-17 of a spacing of `dtype` from the tensor.
     """
     rounded = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     if is_held_by(tensor.dtype, dtype) or not tensor.numel():
@@ -157,7 +157,7 @@ def round_stochastically(tensor: Tensor, dtype: torch.dtype, name: str, seed: in
 # Both round what is not beyond the largest value of the target's dtype
 def _float32_to_bfloat16(source: Tensor, target: Tensor, dither: Tensor) -> None:
     # bfloat16 is the upper half of float32, so a carry out of the lower half is a step to the next value away from zero.
-    # A dither is at most 65534, which never carries from a lower half of zero.
+    # The dither is below 2^16, so it never carries from a lower half of zero.
     bits = torch.add(source.view(torch.int32), dither, out=_scratch(source.device)[: source.numel()])
     target.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
@@ -174,20 +174,21 @@ def _to_grid(source: Tensor, target: Tensor, dither: Tensor) -> None:
     smallest = int(torch.tensor(info.smallest_normal, dtype=torch.float64).view(torch.int64)) >> 52
     steps = int(torch.tensor(info.eps, dtype=torch.float64).view(torch.int64)) - (1023 << 52)
     spacing = ((size.view(torch.int64) >> 52).clamp(min=smallest) << 52).add_(steps).view(torch.float64)
-    on_grid = (size / spacing + (dither.double() + 1) / 65536).floor_() * spacing
+    on_grid = (size / spacing + (dither.double() + 0.5) / 65536).floor_() * spacing
     target.copy_(on_grid.copysign_(source))
 
 
 @cache
 def _table(device: torch.device) -> Tensor:
+    # Each number below 2^16 equally often, so that every position's expectation over all places to begin is exact
     drawn = torch.Generator().manual_seed(0)
-    table = torch.randint(1 << 15, (2 * _BLOCK,), generator=drawn, dtype=torch.int32, device="cpu")
-    return table.mul_(2).to(device)
+    numbers = torch.randperm(_BLOCK, generator=drawn, dtype=torch.int32, device="cpu").bitwise_and_(0xFFFF)
+    return numbers.repeat(2).to(device)
 
 
 def _dither(key: str, count: int, device: torch.device) -> Tensor:
-    """Uniform even integers below 2^16: `(count,)`, int32. The same on each process and device. Not to be changed."""
+    """Uniform integers below 2^16: `(count,)`, int32. The same on each process and device. Not to be changed."""
     # A hash of every position would cost more than the rounding. So each block reads a stretch of one table of random
-    # numbers, which begins at a place of the block's own. Not by `hash`, which differs between processes
+    # numbers, which begins at a place of its own. Python's `hash` would not do: it differs between processes.
     begin = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") % _BLOCK
     return _table(device)[begin : begin + count]
