@@ -22,6 +22,7 @@ The score is the mean reward of a rollout, and at the end, as `final`, that of s
 `area` of a run is the mean height of its curve. A run collapsed if it ends more than 10 points below its start or below
 half of its best, or if its completions end with less than half of the distinct words that they had.
 The mask `--reference` is compared with each other one by paired differences over the seeds, with 95 % bootstrap intervals.
+With several thresholds it is taken at the first of them unless it names its own: `pdm@0.03`.
 
 Every run is a file in `OUTPUT_DIR/runs` with its settings, versions and history. The same command goes on where it was
 stopped; with nothing left to run it only draws. It writes runs.csv, comparisons.csv, score.png and entropy.png.
@@ -305,7 +306,10 @@ def report(runs, args):
         table["mask"] = table["mask"].str.partition("@")[0]
     n = len(COLORS)
     styles = {mask: (COLORS[i % n], LINES[(i + i // n) % n]) for i, mask in enumerate(table["mask"].unique())}
-    comparisons = compare(table, of=args.reference)
+    reference = args.reference
+    if reference not in set(table["mask"]):
+        reference = f"{reference}@{args.thresholds[0]:g}"
+    comparisons = compare(table, of=reference)
     table.to_csv(folder / "runs.csv", index=False)
     comparisons.to_csv(folder / "comparisons.csv", index=False)
     for score in ("score", "entropy"):
@@ -314,7 +318,7 @@ def report(runs, args):
     print(
         table.groupby(["task", "regime", "mask"], sort=False)[measured].mean().to_string(float_format="{:.3f}".format)
     )
-    print(statement(comparisons, table["seed"].nunique(), args.reference, "score"))
+    print(statement(comparisons, table["seed"].nunique(), reference, "score"))
 
 
 def cost(done, left, args):

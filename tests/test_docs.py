@@ -352,9 +352,8 @@ def test_table_of_the_study_of_masks_is_that_of_its_runs(studied):
         threshold = "" if threshold is None else f"{threshold}"
         expected.add((regime, mask, threshold, f"{final:.3f}", finals, f"{words:.1f}", f"{entropy:.1f}", masked))
     lines = (ROOT / "docs" / "evidence.md").read_text().splitlines()
-    found = [
-        tuple(map(str.strip, line.split("|")[1:-1])) for line in lines if line.startswith(("| mild ", "| harsh "))
-    ]
+    rows = [tuple(map(str.strip, line.split("|")[1:-1])) for line in lines if line.startswith(("| mild ", "| harsh "))]
+    found = [row for row in rows if len(row) == 8]
     assert len(found) == len(expected) > 5 and set(found) == expected
 
 
@@ -367,34 +366,51 @@ def test_what_is_said_of_the_study_of_masks_holds_of_its_runs(studied):
         return sum(finals) / len(finals)
 
     readme = (ROOT / "README.md").read_text()
-    stock = of("mild", "grpo", None, "final")
     assert (
         f"PDM ended at {mean('mild', 'pdm', 0.15):.3f}, GRPO at {mean('mild', 'grpo', None):.3f}, PDM ahead" in readme
     )
     assert f"they tie: {mean('harsh', 'pdm', 0.15):.3f} and {mean('harsh', 'grpo', None):.3f}" in readme
-    for threshold in (0.15, 0.03):  # "with each of three seeds"
-        ours = of("mild", "pdm", threshold, "final")
-        assert len(ours) == 3 and all(a > b for a, b in zip(ours, stock, strict=True))
-    # "twice as much over GRPO"
-    gains = [mean("mild", "pdm", threshold) - mean("mild", "grpo", None) for threshold in (0.15, 0.03)]
-    assert 1.8 < gains[0] / gains[1] < 2.4
+    assert f"Without a mask it\n  ended at {mean('mild', 'none', None):.3f}" in readme
+
+    def ahead_of_stock(regime, mask, threshold):
+        pairs = zip(of(regime, mask, threshold, "final"), of(regime, "grpo", None, "final"), strict=True)
+        return [ours > theirs for ours, theirs in pairs]
+
+    for cell in (("pdm", 0.03), ("pdm", 0.07), ("pdm", 0.15), ("dppo", 0.15)):  # "with each of three seeds"
+        assert ahead_of_stock("mild", *cell) == [True] * 3
+    assert sum(ahead_of_stock("mild", "none", None)) == 2  # "without a mask two of the three seeds"
+    assert ahead_of_stock("harsh", "dppo", 0.15) == [True, False, True]
+    assert f"{of('harsh', 'dppo', 0.15, 'final')[1]:.2f}" == "0.25"
+    harsh_means = {cell[1:]: mean(*cell) for cell in studied if cell[0] == "harsh"}
+    assert max(harsh_means, key=harsh_means.get) == ("grpo", None)  # "no mask is better than GRPO's clip"
+    for regime in ("mild", "harsh"):  # "Either is ahead with some seeds"
+        pairs = zip(of(regime, "pdm", 0.15, "final"), of(regime, "dppo", 0.15, "final"), strict=True)
+        assert len({ours > theirs for ours, theirs in pairs}) == 2
+    assert (
+        all(words < 1.5 for words in of("harsh", "none", None, "words")) and len(studied["harsh", "none", None]) == 3
+    )
+    symmetric = [run for (regime, mask, _), runs in studied.items() if mask == "symmetric" for run in runs]
+    masked_most = [run for t in (0.15, 0.03) for run in studied["harsh", "symmetric", t]]
+    assert sorted(run["final"] < 0.2 for run in masked_most) == [False, True, True]
+    assert all(0.75 < run["masked"] < 0.95 for run in masked_most)
+    assert all(run["drift"] < run["drift_unmasked"] for run in symmetric)
+    assert sum(run["entropy"] > 2.5 for run in symmetric) == 1
 
     def below_the_start(threshold, mask="pdm"):
         return sum(run["final"] < run["start"] for run in studied["harsh", mask, threshold])
 
-    assert [below_the_start(0.03), below_the_start(0.5), below_the_start(None, "grpo")] == [2, 1, 0]
-    harsh = zip(of("harsh", "pdm", 0.15, "final"), of("harsh", "grpo", None, "final"), strict=True)
-    assert [a > b for a, b in harsh] == [True, False, False]  # "ahead with one seed, behind with two"
+    assert [below_the_start(t) for t in (0.03, 0.07, 0.5)] == [2, 1, 1] and below_the_start(None, "grpo") == 0
+    assert sum(abs(run["final"] - run["start"]) < 0.01 for run in studied["harsh", "pdm", 0.15]) == 1
+    assert ahead_of_stock("harsh", "pdm", 0.15) == [True, False, False]  # "ahead with one seed, behind with two"
     behind = [mean("harsh", "grpo", None) - mean("harsh", "pdm", threshold) for threshold in (0.15, 0.07)]
     assert [f"{value:.2f}" for value in behind] == ["0.02", "0.05"]  # "behind on average"
-    best = max((run["final"], cell) for cell, runs in studied.items() for run in runs)
-    assert best[1] == ("mild", "pdm", 0.07) and len(studied[best[1]]) == 1  # "one run ... is the best of all"
-    wins = [
-        wide > narrow
-        for regime in ("mild", "harsh")
-        for wide, narrow in zip(*(of(regime, "pdm", t, "final") for t in (0.15, 0.03)), strict=True)
-    ]
-    assert (sum(wins), len(wins)) == (5, 6)  # "in five of six runs"
+    for narrow, won in ((0.03, 5), (0.07, 3)):  # "in five of six runs", "in three of six"
+        pairs = [
+            pair
+            for regime in ("mild", "harsh")
+            for pair in zip(of(regime, "pdm", 0.15, "final"), of(regime, "pdm", narrow, "final"), strict=True)
+        ]
+        assert (sum(wide > other for wide, other in pairs), len(pairs)) == (won, 6)
     pdm = [run for (_, mask, _), runs in studied.items() if mask == "pdm" for run in runs]
     assert sum(run["drift"] <= run["drift_unmasked"] for run in pdm) == 1 < len(pdm) - 16  # "in all runs but one"
     harsh = [
@@ -408,3 +424,23 @@ def test_what_is_said_of_the_study_of_masks_holds_of_its_runs(studied):
         and 2.75 < min(of("harsh", "grpo", None, "entropy"))
         and max(of("harsh", "grpo", None, "entropy")) < 4.15
     )
+    assert 3.4 < min(of("harsh", "dppo", 0.15, "entropy")) and max(of("harsh", "dppo", 0.15, "entropy")) < 4.9
+
+
+def test_differences_in_the_study_of_masks_are_those_of_its_runs(studied):
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    lines = page.partition("| regime | against | difference | interval |")[2].partition("\n\n")[0].splitlines()[2:]
+    found = set()
+    for line in lines:
+        regime, against, difference, interval = (part.strip() for part in line.split("|")[1:-1])
+        mask, _, threshold = against.partition(" at ")
+        ours, theirs = (
+            {run["seed"]: run["final"] for run in studied[cell]}
+            for cell in ((regime, "pdm", 0.15), (regime, mask, float(threshold) if threshold else None))
+        )
+        differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+        assert difference == f"{sum(differences) / len(differences):+.3f}"
+        low, high = map(float, interval.split(" to "))
+        assert min(differences) - 1e-3 < low < float(difference) < high < max(differences) + 1e-3
+        found.add((regime, mask, float(threshold) if threshold else None))
+    assert found == {cell for cell, runs in studied.items() if len(runs) > 1 and cell[1:] != ("pdm", 0.15)}
