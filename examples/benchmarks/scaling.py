@@ -15,9 +15,6 @@ tail does not need.
 """
 
 import argparse
-import gc
-import itertools
-import json
 import tempfile
 import time
 from functools import wraps
@@ -29,6 +26,7 @@ import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset
+from memory import peak_bytes
 from tiny_model import tiny_lm, tiny_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -128,22 +126,10 @@ def run(trainer, batch, tail_estimator) -> float:
     return now() - start
 
 
-def peak_bytes(trainer, *case) -> int:
-    """Bytes at once on top of what was there before, the gradients and temporaries inside of operators included."""
+def peak_of_loss(trainer, *case) -> int:
+    """Bytes at once on top of what was there before, the gradients among them."""
     trainer.model.zero_grad()
-    gc.collect()
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run(trainer, *case)
-        return torch.cuda.max_memory_allocated() - before
-    with tempfile.TemporaryDirectory() as folder:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            run(trainer, *case)
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
-    return max(itertools.accumulate(change for _, change in changes))
+    return peak_bytes(lambda: run(trainer, *case))
 
 
 def measure(repeats: int) -> pd.DataFrame:
@@ -164,7 +150,7 @@ def measure(repeats: int) -> pd.DataFrame:
             }
             for name, case in cases.items():
                 run(*case)  # warms up
-                memory[name], seconds[name] = peak_bytes(*case), []
+                memory[name], seconds[name] = peak_of_loss(*case), []
             seconds["own"] = []
             for _ in range(repeats):
                 for name, case in cases.items():
@@ -191,7 +177,7 @@ def measure_replay() -> None:
             for support in ("full", "replay"):
                 trainer.args.sampling_support = support
                 run(trainer, batch, "exact")
-                peaks[support] = peak_bytes(trainer, batch, "exact")
+                peaks[support] = peak_of_loss(trainer, batch, "exact")
             print(
                 f"K = {k}: {peaks['replay'] / 1e6:.0f} MB, {peaks['replay'] / peaks['full']:.3f} of that without replay"
             )

@@ -16,7 +16,8 @@ logprobs of the sampled tokens. Printed are
 - `weights gap` and `weights shown`: the same of the trainer's own float32 forward with the weights as they were
   pushed. This is what rounding alone does, without the engine's own arithmetic;
 - `kept`: the share of pushed weights that still have the value they had at the start;
-- `seconds`: of the sync.
+- `seconds`: of a sync, the median of five, the roundings taking turns;
+- `MB`: the most memory that tensors take during a sync on top of what was there before.
 
 `curves` trains all weights once with each rounding, and once with a float32 engine, from the same seed.
 
@@ -30,6 +31,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
 from processes import in_own_process
 
@@ -143,17 +145,32 @@ class Measurement:
         import contextlib
 
         trainer, generation, model = self.trainer, self.trainer.vllm_generation, self.trainer.model
+        costs = self.costs()
         for rounding in ROUNDINGS:
             generation._sync.rounding.mode = rounding
-            generation.sync_weights()  # once to warm up
             generation.sync_weights()
-            row = {"updates": updates, "rounding": rounding, "seconds": generation.last_sync.seconds}
+            row = {"updates": updates, "rounding": rounding, **costs[rounding]}
             _, completions, sampled, _ = generation.generate(self.prompts, None, 1)
             row |= self.compare(lambda m, c=completions: logprobs(m, self.prompts, c), sampled, model, contextlib)
             self.rows.append(row)
             print(row, file=sys.stderr, flush=True)
         generation._sync.rounding.mode = "auto"
         trainer.vllm_generation.sync_weights()
+
+    def costs(self, repeats: int = 5) -> dict[str, dict[str, float]]:
+        from memory import peak_bytes
+
+        generation, peaks = self.trainer.vllm_generation, {}
+        seconds: dict[str, list[float]] = {rounding: [] for rounding in ROUNDINGS}
+        for rounding in ROUNDINGS:  # which warms up as well
+            generation._sync.rounding.mode = rounding
+            peaks[rounding] = peak_bytes(generation.sync_weights) / 1e6
+        for _ in range(repeats):
+            for rounding in ROUNDINGS:
+                generation._sync.rounding.mode = rounding
+                generation.sync_weights()
+                seconds[rounding].append(generation.last_sync.seconds)
+        return {rounding: {"seconds": median(seconds[rounding]), "MB": peaks[rounding]} for rounding in ROUNDINGS}
 
     def compare(self, score, sampled, model, contextlib) -> dict[str, float]:
         import torch
@@ -278,7 +295,7 @@ def main() -> None:
         if args.figure:
             draw(found, args.figure)
         return
-    columns = ("change", "gap", "shown", "weights gap", "weights shown", "kept", "seconds")
+    columns = ("change", "gap", "shown", "weights gap", "weights shown", "kept", "seconds", "MB")
     print(f"{'':28}{'updates':>8} {'rounding':11}" + "".join(f"{column:>14}" for column in columns))
     for task, rows in found.items():
         for row in rows:

@@ -30,6 +30,8 @@ def test_the_gap_of_one_kind(tmp_path):
     assert 0 < auto["kept"] < nearest["kept"] < 1
     assert auto["weights shown"] == pytest.approx(1, abs=0.05) and 0 < auto["weights gap"] < auto["change"]
     assert auto["shown"] == pytest.approx(1, abs=0.15) and auto["seconds"] > 0
+    # The largest tensor, rounded, has to lie somewhere
+    assert 0 < nearest["MB"] <= auto["MB"]
     # What is there is not run again
     nearest["gap"] = 77.125
     out.write_text(json.dumps({task: [nearest, auto]}))
