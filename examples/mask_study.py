@@ -302,13 +302,13 @@ def report(runs, args):
     """Tables and figures of the runs that are finished."""
     folder = Path(args.output_dir)
     table = pd.DataFrame(map(row_of, runs))
+    reference = args.reference
     if len(args.thresholds) == 1:
         table["mask"] = table["mask"].str.partition("@")[0]
+    elif reference in WITH_THRESHOLD:
+        reference = f"{reference}@{args.thresholds[0]:g}"
     n = len(COLORS)
     styles = {mask: (COLORS[i % n], LINES[(i + i // n) % n]) for i, mask in enumerate(table["mask"].unique())}
-    reference = args.reference
-    if reference not in set(table["mask"]):
-        reference = f"{reference}@{args.thresholds[0]:g}"
     comparisons = compare(table, of=reference)
     table.to_csv(folder / "runs.csv", index=False)
     comparisons.to_csv(folder / "comparisons.csv", index=False)

@@ -238,8 +238,8 @@ def test_study_writes_its_runs_tables_and_figure(short_study):
 
 @pytest.mark.slow
 def test_study_is_deterministic_for_its_seeds(short_study, tmp_path):
-    folder, output = short_study
     """As a command, whose runs are in a process of their own."""
+    folder, output = short_study
     command = [sys.executable, str(ROOT / "examples" / "compare_masks.py"), *FLAGS.split(), "--processes", "1"]
     done = subprocess.run([*command, "--output_dir", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -108,6 +108,22 @@ def test_a_study_that_is_not_finished_can_be_looked_at(tmp_path, capsys):
     assert Image.open(tmp_path / "score.png").size[0] > 300
 
 
+@pytest.mark.parametrize("named, compared", [("pdm", 0.15), ("pdm@0.03", 0.03)])
+def test_of_several_thresholds_the_reference_is_at_the_first_unless_it_names_one(named, compared, tmp_path):
+    thresholds, finals = [0.15, 0.03], {0.15: 0.7, 0.03: 0.6, None: 0.5}
+    args = arguments(
+        tmp_path, masks=["pdm", "none"], tasks=["writing"], regimes=["mild"], seeds=[0, 1], thresholds=thresholds,
+        reference=named, processes=0,
+    )  # fmt: skip
+    for cell in study.cells(args):
+        write(args, cell, [0.5, 0.5, finals[cell["threshold"]]])
+    study.main(args)
+    compared_with = pd.read_csv(tmp_path / "comparisons.csv").query("measure == 'final'").set_index("against")
+    (other,) = set(thresholds) - {compared}
+    expected = {"none": finals[compared] - 0.5, f"pdm@{other}": finals[compared] - finals[other]}
+    assert compared_with["difference"].to_dict() == pytest.approx(expected)
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_whole_study(tmp_path, monkeypatch, capsys):
