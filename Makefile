@@ -27,7 +27,7 @@ train: .venv/.installed  ## Train the example (ARGS="--max_steps 20")
 	$(BIN)/python examples/train_pdm.py $(ARGS)
 
 test: .venv/.installed  ## Run the whole suite, fast and slow, in two processes (PYTEST_ARGS="-n 8 -k vllm")
-	@echo "All tests, with real vLLM engines and processes: about 12 minutes on two cores. make test-fast: one minute."
+	@echo "All tests, with real vLLM engines and processes: 12 to 16 minutes on two cores. make test-fast: one minute."
 	@$(BIN)/python -m pytest $(TWO) $(PYTEST_ARGS)
 
 test-fast: .venv/.installed  ## Run the tests that start no vLLM engine and no processes
